@@ -1,0 +1,265 @@
+"""Finish the gradient reduction of a ``DistributedDataParallel`` inside the backward that left it unfinished.
+
+Promise: after :func:`finish_reduction` (or :meth:`Reduction.finish`) returns, the wrapper's reducer is finalized on
+this rank, every bucket that other ranks wait for has been launched, and every gradient is the mean over the ranks. No
+step is replayed and no gradient is lost.
+
+Limits: this file speaks for one rank. That other ranks finish too, and what they do about it together, is the caller's
+business (``strategy.py``). It must be called after every backward that was to be synchronised, before any other
+collective of this rank.
+
+This is the only file of the package that touches torch's private API, and it imports torch alone. What it uses, with
+the file of torch that defines it (read and run with torch 2.13.0):
+
+* ``DistributedDataParallel._check_reducer_finalized`` and ``Reducer._check_reducer_finalized``: returns at once when
+  the reduction finished, raises the reduction error when it did not (``torch/csrc/distributed/c10d/reducer.cpp``,
+  ``ensure_prior_reduction_finished``). The error's text lists the indices of the missing parameters, 100 at most.
+* ``Reducer._autograd_hook(index)``: what the reducer's own hook on a parameter calls when that parameter's gradient is
+  ready (same file, ``autograd_hook``). A no-op while the reducer expects no gradients.
+* ``Reducer._remove_autograd_hooks``: takes the reducer's hooks off the parameters (same file).
+* ``DistributedDataParallel._build_params_for_reducer``: the reducer's parameters in the reducer's order, and which of
+  them produce sparse gradients (``torch/nn/parallel/distributed.py``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+CHECKED_TORCH_VERSIONS = ("2.13.0",)
+
+_PRIVATE_CALLS = (
+    (DistributedDataParallel, "_check_reducer_finalized"),
+    (DistributedDataParallel, "_build_params_for_reducer"),
+    (getattr(torch._C, "_distributed_c10d", None), "Reducer._autograd_hook"),
+    (getattr(torch._C, "_distributed_c10d", None), "Reducer._check_reducer_finalized"),
+    (getattr(torch._C, "_distributed_c10d", None), "Reducer._remove_autograd_hooks"),
+)
+
+# The digits are anchored on the sentence around them: with TORCH_DISTRIBUTED_DEBUG set, the same text also holds the
+# parameters' names, which may contain numbers.
+_MISSING_INDICES = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
+_UNFINISHED = "Expected to have finished reduction in the prior iteration"
+
+
+def require_private_api() -> None:
+    """Refuse a torch that lacks a call this file depends on.
+
+    Raises:
+        RuntimeError: if one is missing; the message names the installed version, the missing calls and the versions
+            that have them.
+    """
+    missing = [path for owner, path in _PRIVATE_CALLS if not _has(owner, path)]
+    if missing:
+        raise RuntimeError(
+            f"torch {torch.__version__} has no {', '.join(missing)}, which adaptive_ddp needs to finish a gradient"
+            f" reduction. Install a torch it was checked on: {', '.join(CHECKED_TORCH_VERSIONS)}."
+            ' Until then, strategy="ddp_find_unused_parameters_true" trains the same models.'
+        )
+
+
+def _has(owner: object, path: str) -> bool:
+    for name in path.split("."):
+        owner = getattr(owner, name, None)
+    return owner is not None
+
+
+class _FireHooks(torch.autograd.Function):
+    """A node whose backward fires reducer hooks.
+
+    The reducer queues its final callback on the autograd engine, which accepts one only during a backward pass
+    (``torch/csrc/autograd/engine.cpp``, ``Engine::queue_callback``); so the hooks are fired from inside one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, reducer: Any, indices: list[int]) -> Tensor:
+        ctx.reducer = reducer
+        ctx.indices = indices
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        for index in ctx.indices:
+            ctx.reducer._autograd_hook(index)
+        return None, None, None
+
+
+class Reduction:
+    """The reducer of one wrapper, seen from outside.
+
+    Build it right after wrapping: the reducer's parameters are those that were trainable at that moment.
+
+    Args:
+        ddp: the wrapper, as its constructor left it.
+
+    Attributes:
+        parameters: the parameters that the reducer reduces, in its order.
+        names: their names in ``ddp.module``, in the same order; of a shared parameter the first name.
+        device: where the reducer's buckets are.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        # Untyped, for the private calls.
+        wrapper: Any = ddp
+        self._ddp = wrapper
+        self.parameters: list[Tensor]
+        self._expects_sparse: list[bool]
+        self.parameters, self._expects_sparse = wrapper._build_params_for_reducer()
+        name_of: dict[Tensor, str] = {parameter: name for name, parameter in ddp.module.named_parameters()}
+        self.names = [name_of[parameter] for parameter in self.parameters]
+        self.device: torch.device = self.parameters[0].device
+        # The smallest, so that setting its gradient aside on every step costs next to nothing.
+        self._canary = min(
+            range(len(self.parameters)), key=lambda index: (self._expects_sparse[index], self.parameters[index].numel())
+        )
+
+    def finish(self, is_used: Callable[[int], bool]) -> dict[int, Tensor | None]:
+        """Fire the hooks that this rank's backward did not fire, and so finish the reduction.
+
+        Call it right after a synchronised backward, on every rank, before any other collective. A rank with nothing
+        missing returns at once (one check in C++). A rank with something missing marks those parameters ready with
+        what their ``.grad`` holds, or zeros, and returns when the reduction is complete on it, which takes the other
+        ranks' part of the same backward.
+
+        Args:
+            is_used: whether the missing parameter with this index got its gradient from an earlier backward of the
+                same accumulation window. Asked before anything is done to that parameter.
+
+        Returns:
+            The unused ones of the missing parameters: for each its index and the gradient it had before, None or a
+            copy. Empty when the reduction had finished by itself.
+
+        Raises:
+            RuntimeError: if the process group fails (a rank died, a time-out), or torch reports the missing parameters
+                in a way that this version does not understand.
+        """
+        missing = self._missing()
+        unused = {} if missing else self._wake(is_used)
+        missing = missing or self._missing()
+        while missing:
+            for index in missing:
+                used = is_used(index)
+                gradient = self._prepare(index, copy=not used)
+                if not used:
+                    unused[index] = gradient
+            self._fire(missing)
+            missing = self._missing()
+        return unused
+
+    def restore(self, index: int, gradient: Tensor | None) -> None:
+        """Give a parameter back the gradient that :meth:`finish` set aside.
+
+        Args:
+            index: the parameter's index in the reducer.
+            gradient: what :meth:`finish` returned for it.
+        """
+        parameter = self.parameters[index]
+        if gradient is None or parameter.grad is None or gradient.is_sparse:
+            parameter.grad = gradient
+        else:
+            # In place: with gradient_as_bucket_view the gradient has to stay a view into its bucket.
+            parameter.grad.copy_(gradient)
+
+    def _missing(self) -> list[int]:
+        """The parameters that the reducer still waits for, once any hook fired; 100 at most."""
+        try:
+            self._ddp._check_reducer_finalized()
+        except RuntimeError as error:
+            if _UNFINISHED not in str(error):
+                raise
+            listed = _MISSING_INDICES.search(str(error))
+            if listed is None:
+                raise RuntimeError(
+                    f"torch {torch.__version__} words its reduction error differently from the versions that"
+                    f" adaptive_ddp was checked on ({', '.join(CHECKED_TORCH_VERSIONS)}), so the parameters without a"
+                    " gradient cannot be told from it. The error is the cause of this one."
+                ) from error
+            return [int(index) for index in listed.group(1).split()]
+        return []
+
+    def _wake(self, is_used: Callable[[int], bool]) -> dict[int, Tensor | None]:
+        """Start the reduction of a backward that reached none of the reducer's parameters.
+
+        Such a rank passes the check although the others wait for it: torch looks at whether any hook fired. Firing
+        one shows the difference, since it does nothing on a reducer that has finished.
+        """
+        index = self._canary
+        parameter = self.parameters[index]
+        used = is_used(index)
+        version = None if parameter.grad is None else parameter.grad._version
+        gradient = self._prepare(index, copy=True)
+        if len(self.parameters) > 1:
+            self._ddp.reducer._autograd_hook(index)
+            asleep = bool(self._missing())
+        else:
+            # The only hook completes the reduction, for which it has to fire inside a backward, and leaves nothing to
+            # check: what shows that it was needed is that the gradient was written.
+            self._fire([index])
+            asleep = version != (None if parameter.grad is None else parameter.grad._version)
+        return {index: gradient} if asleep and not used else {}
+
+    def _prepare(self, index: int, *, copy: bool) -> Tensor | None:
+        """Make a parameter fit to be marked ready; return a copy of its gradient, if that is asked for."""
+        parameter = self.parameters[index]
+        if parameter.grad is not None:
+            return parameter.grad.clone() if copy else None
+        if self._expects_sparse[index]:
+            # The reducer takes no undefined gradient for zeros here (reducer.cpp, mark_variable_ready_sparse).
+            parameter.grad = torch.sparse_coo_tensor(
+                torch.empty((1, 0), dtype=torch.long, device=parameter.device),
+                parameter.new_empty((0, *parameter.shape[1:])),
+                parameter.shape,
+            )
+        return None
+
+    def _fire(self, indices: list[int]) -> None:
+        with torch.enable_grad():
+            # On the buckets' device, so that the engine runs the node with that device's streams.
+            anchor = torch.zeros((), device=self.device, requires_grad=True)
+            fired: Any = _FireHooks.apply(anchor, self._ddp.reducer, indices)  # type: ignore[no-untyped-call]
+        fired.backward()
+
+
+def dismantle(ddp: DistributedDataParallel) -> None:
+    """Take a wrapper off its module: remove its autograd hooks and free its buckets.
+
+    The module can be wrapped again afterwards; the old wrapper cannot be used any more. Without this the hooks of a
+    wrapper that somebody still refers to would go on firing, and its buckets would stay allocated beside the new ones.
+
+    Args:
+        ddp: a wrapper whose reduction has finished.
+    """
+    reducer: Any = ddp.reducer
+    reducer._remove_autograd_hooks()
+    # The logger holds the reducer too (torch/csrc/distributed/c10d/logger.hpp).
+    ddp.logger = None
+    del reducer, ddp.reducer
+
+
+def finish_reduction(ddp: DistributedDataParallel) -> list[str]:
+    """Finish on this rank what ``loss.backward()`` left unfinished, for a hand-written loop on a bare wrapper.
+
+    Call it on every rank, right after each ``backward()`` that synchronises (not inside ``no_sync()``) and before any
+    other collective. Afterwards every trainable parameter holds the mean of the ranks' gradients, in which a rank
+    that had none counts as zeros; one that no rank used holds zeros, or what it held before. Nothing is lost, and
+    there is nothing to undo.
+
+    Args:
+        ddp: the wrapper, built with ``find_unused_parameters=False``, with the same parameters trainable as when it
+            was built.
+
+    Returns:
+        The names (in ``ddp.module``) of the parameters that were missing on this rank, in the reducer's order; empty
+        on a rank that reached them all.
+
+    Raises:
+        RuntimeError: if the process group fails, or this torch lacks the private calls that this needs.
+    """
+    require_private_api()
+    reduction = Reduction(ddp)
+    return [reduction.names[index] for index in sorted(reduction.finish(is_used=lambda index: False))]
