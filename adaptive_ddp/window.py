@@ -1,0 +1,84 @@
+"""Which parameters received a gradient in the current accumulation window.
+
+A window is the run of backwards that ends in a synchronised one. The reducer only knows the last of them, and whether
+a hook fired, not whether it brought a gradient; this file knows the rest. It imports torch alone and touches nothing
+but torch's public hooks.
+
+Promise: what :meth:`AccumulationWindow.received` says is exact for the parameters it was opened for. A window that is
+never opened costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+
+class AccumulationWindow:
+    """Records, from its opening on, the parameters that a backward accumulates a gradient into.
+
+    Args:
+        parameters: the reducer's parameters, in its order.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = parameters
+        self._handles: list[RemovableHandle] = []
+        self._received: set[int] = set()
+        self._held: frozenset[int] = frozenset()
+        self._is_open = False
+        self._records_all = False
+
+    def open(self, *, record_all: bool) -> None:
+        """Start recording, before the first backward of a window; on an open window, do nothing.
+
+        Args:
+            record_all: record every parameter. Otherwise only those that hold a gradient from before the window are
+                recorded, since of the others ``.grad`` itself tells; that is one look at each ``.grad``.
+        """
+        if self._is_open:
+            return
+        self._is_open = True
+        self._records_all = record_all
+        self._held = frozenset(index for index, p in enumerate(self._parameters) if p.grad is not None)
+        for index in range(len(self._parameters)) if record_all else self._held:
+            # Called by AccumulateGrad only when it was given a gradient (torch/csrc/autograd/functions/
+            # accumulate_grad.cpp), so a hook that fires with nothing does not count.
+            parameter: Any = self._parameters[index]
+            handle = parameter.register_post_accumulate_grad_hook(self._recorder(index))
+            self._handles.append(handle)
+
+    def close(self) -> None:
+        """Stop recording and forget, after the window's synchronised backward."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._received = set()
+        self._held = frozenset()
+        self._is_open = False
+
+    def received(self, index: int) -> bool:
+        """Whether a backward of this window brought the parameter with this index a gradient.
+
+        On a window that was never opened, which holds a single backward, the question can only be about a parameter
+        that this backward did not reach, and the answer is no. To be asked before the reduction writes zeros into
+        gradients that were None.
+        """
+        if not self._is_open:
+            return False
+        if self._records_all or index in self._held:
+            return index in self._received
+        return self._parameters[index].grad is not None
+
+    def holds_from_before(self, index: int) -> bool:
+        """Whether the parameter with this index held a gradient when the window was opened."""
+        return index in self._held
+
+    def _recorder(self, index: int) -> Callable[[Tensor], None]:
+        def record(parameter: Tensor) -> None:
+            self._received.add(index)
+
+        return record
