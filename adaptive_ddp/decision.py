@@ -1,0 +1,95 @@
+"""The states of a run, its transitions, and the decision it arrives at. Plain data: no torch, no collectives.
+
+Promise: a :class:`Decision` is made from facts that are the same on every rank, so it is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class State(enum.Enum):
+    """Where a run stands.
+
+    PROBE: the flag is off; no synchronised backward has been seen yet.
+    WATCH: the flag is off; every rank used every parameter so far.
+    ON: some rank left a parameter without a gradient, so the flag is on.
+    """
+
+    PROBE = "probe"
+    WATCH = "watch"
+    ON = "on"
+
+
+@dataclass(frozen=True)
+class UnusedParameter:
+    """A parameter that some rank left without a gradient.
+
+    Attributes:
+        name: its name in the LightningModule.
+        numel: its number of elements.
+        missed_by: the number of ranks on which it received none.
+    """
+
+    name: str
+    numel: int
+    missed_by: int
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the ranks decided together about a run, and from what.
+
+    Attributes:
+        state: the state that was decided on.
+        step: the optimizer step, counted from 1, whose backward the decision is about.
+        world_size: the number of ranks.
+        parameters: the number of parameters that DDP reduces.
+        elements: their number of elements.
+        unused: the parameters that some rank left without a gradient, in the order of the module; empty in WATCH.
+    """
+
+    state: State
+    step: int
+    world_size: int
+    parameters: int
+    elements: int
+    unused: tuple[UnusedParameter, ...] = ()
+
+    def __str__(self) -> str:
+        # Here, not above: report.py imports this module, and a reader of it needs none of the wording.
+        from adaptive_ddp.report import describe
+
+        return describe(self)
+
+
+def decide(
+    *, step: int, world_size: int, names: Sequence[str], numels: Sequence[int], missed_by: Sequence[int]
+) -> Decision:
+    """Decide from the usage map of one step.
+
+    Args:
+        step: the optimizer step it belongs to, counted from 1.
+        world_size: the number of ranks.
+        names: the parameters' names.
+        numels: their numbers of elements.
+        missed_by: for each of them, on how many ranks it received no gradient.
+
+    Returns:
+        WATCH if every rank used every parameter, ON otherwise.
+    """
+    unused = tuple(
+        UnusedParameter(name, numel, missed)
+        for name, numel, missed in zip(names, numels, missed_by, strict=True)
+        if missed
+    )
+    return Decision(
+        state=State.ON if unused else State.WATCH,
+        step=step,
+        world_size=world_size,
+        parameters=len(names),
+        elements=sum(numels),
+        unused=unused,
+    )

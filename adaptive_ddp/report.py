@@ -1,0 +1,137 @@
+"""Text from a :class:`~adaptive_ddp.decision.Decision`: the report and the warning's class.
+
+Promise: at most a dozen lines of names whatever the model, grouped as a person would write them, and nothing in them
+that is not true of the run. Pure functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from adaptive_ddp.decision import Decision, State, UnusedParameter
+
+MAX_NAME_LINES = 12
+_MAX_NAMES_IN_BRACES = 8
+
+
+class UnusedParametersWarning(UserWarning):
+    """Some parameters received no gradient, and the strategy changed how it runs DDP because of it."""
+
+
+def describe(decision: Decision) -> str:
+    """The report of a decision, which for ON is the text of the warning.
+
+    Args:
+        decision: what was decided.
+
+    Returns:
+        One line for WATCH. For ON: what happened, the parameters by the number of ranks that missed them, what it
+        means, and what to do.
+    """
+    if decision.state is not State.ON:
+        return (
+            f"Every rank used all {decision.parameters} parameters ({_quantity(decision.elements)} elements) at step"
+            f" {decision.step}; DDP runs with find_unused_parameters=False."
+        )
+    unused_elements = sum(parameter.numel for parameter in decision.unused)
+    return "\n".join(
+        (
+            f"DDP left {len(decision.unused)} of {decision.parameters} parameters ({_quantity(unused_elements)} of"
+            f" {_quantity(decision.elements)} elements) without a gradient at step {decision.step} and now runs with"
+            " find_unused_parameters=True.",
+            *_name_lines(decision),
+            "Nothing was lost: this step's gradients are complete on all ranks. Each step now also walks the autograd"
+            " graph.",
+            'If this is expected, strategy="ddp_find_unused_parameters_true" says so from the start. If not, these'
+            " parameters do not reach the loss.",
+        )
+    )
+
+
+def _quantity(count: int) -> str:
+    """A count as a person reads it: 512, 4.1 k, 22.0 M."""
+    scaled, unit = float(count), ""
+    for larger_unit in ("k", "M", "G", "T"):
+        # 999.95 would round to 1000.0 of the smaller unit.
+        if scaled < 999.95:
+            break
+        scaled, unit = scaled / 1000, larger_unit
+    return f"{scaled:.1f} {unit}" if unit else str(count)
+
+
+def _name_lines(decision: Decision) -> list[str]:
+    by_ranks = sorted(decision.unused, key=lambda parameter: -parameter.missed_by)
+    groups = [
+        (_rank_label(missed_by, decision.world_size), list(parameters))
+        for missed_by, parameters in groupby(by_ranks, key=lambda parameter: parameter.missed_by)
+    ]
+    width = max(len(label) for label, _ in groups)
+    lines: list[tuple[str, int]] = []
+    for label, parameters in groups:
+        for position, (names, count) in enumerate(_fold_names(parameters)):
+            lines.append((f"  {label if position == 0 else '':<{width}}  {names}", count))
+    if len(lines) <= MAX_NAME_LINES:
+        return [line for line, _ in lines]
+    shown = lines[: MAX_NAME_LINES - 1]
+    rest = len(decision.unused) - sum(count for _, count in shown)
+    return [*(line for line, _ in shown), f"  and {rest} more; strategy.decision.unused has all of them."]
+
+
+def _rank_label(missed_by: int, world_size: int) -> str:
+    return "on every rank:" if missed_by == world_size else f"on {missed_by} of {world_size} ranks:"
+
+
+class _Tree(dict[str, "_Tree"]):
+    """The dotted names as a tree; a leaf is a parameter."""
+
+
+def _fold_names(parameters: Sequence[UnusedParameter]) -> list[tuple[str, int]]:
+    """Fold names that differ in one component only: ``a.{0,1}.{weight,bias}``, each with the number it stands for."""
+    root = _Tree()
+    for parameter in parameters:
+        node = root
+        for component in parameter.name.split("."):
+            node = node.setdefault(component, _Tree())
+    return [(text, count) for text, count in _fold(root)]
+
+
+def _fold(node: _Tree) -> tuple[tuple[str, int], ...]:
+    # Siblings with the same things below them are written once.
+    siblings: dict[tuple[tuple[str, int], ...], list[str]] = {}
+    for component, child in node.items():
+        siblings.setdefault(_fold(child), []).append(component)
+    lines: list[tuple[str, int]] = []
+    for below, components in siblings.items():
+        written = _braces(components)
+        for text, count in below or (("", 1),):
+            lines.append((f"{written}.{text}" if text else written, count * len(components)))
+    return tuple(lines)
+
+
+def _braces(components: Sequence[str]) -> str:
+    if len(components) == 1:
+        return components[0]
+    written = list(_runs(components))
+    if len(written) == 1:
+        return written[0]
+    if len(written) > _MAX_NAMES_IN_BRACES:
+        hidden = len(written) - _MAX_NAMES_IN_BRACES + 1
+        written = [*written[: _MAX_NAMES_IN_BRACES - 1], f"and {hidden} more"]
+    return f"{{{','.join(written)}}}"
+
+
+def _runs(components: Iterable[str]) -> Iterable[str]:
+    """Consecutive numbers as ranges, where that is shorter: 0, 1, 2, 3 is ``{0..3}``."""
+    positions: list[list[str]] = []
+    for component in components:
+        last = positions[-1][-1] if positions else ""
+        if component.isdecimal() and last.isdecimal() and int(component) == int(last) + 1:
+            positions[-1].append(component)
+        else:
+            positions.append([component])
+    for run in positions:
+        if len(run) > 2:
+            yield f"{{{run[0]}..{run[-1]}}}"
+        else:
+            yield from run
