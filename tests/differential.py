@@ -1,0 +1,164 @@
+"""Train a case under several strategies in one group of ranks, and compare them step by step and bit by bit."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import WIDTH
+from oracle import OracleStrategy
+from pytorch_lightning import Callback, LightningModule, Trainer, seed_everything
+from pytorch_lightning.strategies import DDPStrategy
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from adaptive_ddp import AdaptiveDDPStrategy, Decision, UnusedParametersWarning
+
+CONTENDERS: dict[str, Callable[..., DDPStrategy]] = {
+    "adaptive": AdaptiveDDPStrategy,
+    "flag": lambda **kwargs: DDPStrategy(find_unused_parameters=True, **kwargs),
+    "plain": DDPStrategy,
+    "oracle": OracleStrategy,
+}
+
+
+@dataclass
+class Case:
+    """What to train, and what it has to be equal to."""
+
+    model: Callable[[], LightningModule]
+    batches: int = 5
+    strategy: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    references: tuple[str, ...] = ("flag", "oracle")
+    # None: equal bit for bit.
+    tolerance: float | None = None
+    dyadic: bool = False
+
+
+@dataclass
+class Trace:
+    """What one contender did on this rank."""
+
+    gradients: list[list[Tensor | None]] = field(default_factory=list)
+    weights: list[list[Tensor]] = field(default_factory=list)
+    flags: list[bool] = field(default_factory=list)
+    decisions: list[Decision | None] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    seen_after_backward: list[list[bool]] = field(default_factory=list)
+
+
+class Tracer(Callback):
+    """Writes a trace: gradients where the optimizer takes them, weights after each batch."""
+
+    def __init__(self) -> None:
+        self.trace = Trace()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        self.trace.gradients.append([_copy(parameter.grad) for parameter in pl_module.parameters()])
+        self.trace.flags.append(getattr(trainer.strategy.model, "find_unused_parameters", None))
+        self.trace.decisions.append(getattr(trainer.strategy, "decision", None))
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        self.trace.weights.append([tensor.detach().clone() for tensor in pl_module.state_dict().values()])
+
+
+def _copy(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.detach().to_dense().clone()
+
+
+def batches_of_this_rank(case: Case) -> DataLoader:
+    generator = torch.Generator().manual_seed(100 + dist.get_rank())
+    shape = (case.batches, 8, WIDTH)
+    data = (
+        torch.randint(-2, 3, shape, generator=generator).double()
+        if case.dyadic
+        else torch.randn(shape, generator=generator)
+    )
+    return DataLoader(list(data), batch_size=None)
+
+
+def make_trainer(strategy: Any, callbacks: list[Callback] | None = None, **kwargs: Any) -> Trainer:
+    return Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=strategy,
+        callbacks=callbacks or [],
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"max_epochs": 1, **kwargs},
+    )
+
+
+def train(case: Case, contender: str) -> tuple[Trace, Trainer]:
+    seed_everything(7, verbose=False)
+    tracer = Tracer()
+    model = case.model()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(CONTENDERS[contender](**case.strategy), [tracer], **case.trainer)
+        trainer.fit(model, batches_of_this_rank(case))
+    tracer.trace.warnings = [str(w.message) for w in caught if issubclass(w.category, UnusedParametersWarning)]
+    return tracer.trace, trainer
+
+
+@dataclass
+class Outcome:
+    """What the parent process gets to see of a case on one rank."""
+
+    differences: list[str]
+    flags: list[bool]
+    decisions: list[Decision | None]
+    final_decision: Decision | None
+    warnings: list[str]
+
+
+def run_case(case: Case) -> Outcome:
+    """Train the case under our strategy and its references on this rank; say where they differ."""
+    trace, trainer = train(case, "adaptive")
+    differences = across_ranks(trace)
+    for reference in case.references:
+        expected, _ = train(case, reference)
+        differences += [f"{reference}: {text}" for text in compare(trace, expected, case.tolerance)]
+    return Outcome(differences, trace.flags, trace.decisions, trainer.strategy.decision, trace.warnings)
+
+
+def compare(ours: Trace, theirs: Trace, tolerance: float | None) -> list[str]:
+    differences = []
+    for what in ("gradients", "weights"):
+        a, b = getattr(ours, what), getattr(theirs, what)
+        if len(a) != len(b):
+            differences.append(f"{len(a)} steps of {what} against {len(b)}")
+        for step, (row_a, row_b) in enumerate(zip(a, b, strict=False), start=1):
+            for index, (x, y) in enumerate(zip(row_a, row_b, strict=True)):
+                if not _same(x, y, tolerance):
+                    differences.append(f"{what} of tensor {index} at step {step}: {_show(x)} against {_show(y)}")
+    return differences
+
+
+def across_ranks(trace: Trace) -> list[str]:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, trace.weights[-1])
+    return [
+        f"rank {rank} holds another value of tensor {index}"
+        for rank, weights in enumerate(gathered)
+        for index, (mine, its) in enumerate(zip(trace.weights[-1], weights, strict=True))
+        if not torch.equal(mine, its)
+    ]
+
+
+def _same(x: Tensor | None, y: Tensor | None, tolerance: float | None) -> bool:
+    if x is None or y is None:
+        return x is y
+    return torch.equal(x, y) if tolerance is None else torch.allclose(x, y, rtol=tolerance, atol=tolerance)
+
+
+def _show(x: Tensor | None) -> str:
+    return "None" if x is None else str(x.flatten()[:4].tolist())

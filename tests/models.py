@@ -1,0 +1,132 @@
+"""The modules that the behaviour tests train: what a rank uses in a step is given from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pytorch_lightning import LightningModule
+from torch import Tensor, nn
+
+WIDTH = 4
+
+# usage(batch_idx, rank, world_size) -> the branches that this rank uses on this batch
+Usage = Callable[[int, int, int], tuple[int, ...]]
+
+
+def all_used(batch_idx: int, rank: int, world_size: int) -> tuple[int, ...]:
+    return (0, 1, 2)
+
+
+def never_last(batch_idx: int, rank: int, world_size: int) -> tuple[int, ...]:
+    return (0, 1)
+
+
+def never_first(batch_idx: int, rank: int, world_size: int) -> tuple[int, ...]:
+    return (1, 2)
+
+
+class LateEverywhere:
+    """From the given batch on, no rank uses branch 1."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def __call__(self, batch_idx: int, rank: int, world_size: int) -> tuple[int, ...]:
+        return (0, 1, 2) if batch_idx < self.first else (0, 2)
+
+
+class SomeRanks:
+    """From the given batch on, the given ranks do not use branch 1."""
+
+    def __init__(self, first: int, *missing_ranks: int) -> None:
+        self.first = first
+        self.missing_ranks = missing_ranks
+
+    def __call__(self, batch_idx: int, rank: int, world_size: int) -> tuple[int, ...]:
+        return (0, 2) if batch_idx >= self.first and rank in self.missing_ranks else (0, 1, 2)
+
+
+class OnlyOnce:
+    """On one batch only, the given ranks do not use branch 1."""
+
+    def __init__(self, only: int, *missing_ranks: int) -> None:
+        self.only = only
+        self.missing_ranks = missing_ranks
+
+    def __call__(self, batch_idx: int, rank: int, world_size: int) -> tuple[int, ...]:
+        return (0, 2) if batch_idx == self.only and rank in self.missing_ranks else (0, 1, 2)
+
+
+class OwnBranch:
+    """Each rank uses branch 0 and one of its own."""
+
+    def __call__(self, batch_idx: int, rank: int, world_size: int) -> tuple[int, ...]:
+        return (0, 1 + (batch_idx + rank) % 2)
+
+
+class InMicroBatch:
+    """Of every window of ``length`` micro-batches only number ``used_in`` uses branch 1, on the given ranks."""
+
+    def __init__(self, used_in: int, length: int, *ranks: int) -> None:
+        self.used_in = used_in
+        self.length = length
+        self.ranks = ranks
+
+    def __call__(self, batch_idx: int, rank: int, world_size: int) -> tuple[int, ...]:
+        uses = rank in self.ranks and batch_idx % self.length == self.used_in
+        return (0, 1, 2) if uses else (0, 2)
+
+
+class Branches(LightningModule):
+    """A trunk and three branches, with a loss over what the branches in use return."""
+
+    def __init__(self, usage: Usage, dyadic: bool = False, branch: Callable[[], nn.Module] | None = None) -> None:
+        super().__init__()
+        self.usage = usage
+        self.dyadic = dyadic
+        make = branch or linear_branch
+        self.trunk = nn.Linear(WIDTH, WIDTH)
+        self.branches = nn.ModuleList([make() for _ in range(3)])
+        if dyadic:
+            make_dyadic(self)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        hidden = self.trunk(batch)
+        used = self.usage(batch_idx, dist.get_rank(), dist.get_world_size())
+        output = sum(self.branches[branch](hidden) for branch in used)
+        return self.loss(output, batch)
+
+    def loss(self, output: Tensor, batch: Tensor) -> Tensor:
+        if self.dyadic:
+            return (output * batch).sum() / 8
+        return (output - batch).square().mean() + output.tanh().mean()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.dyadic:
+            with torch.no_grad():
+                for parameter in self.parameters():
+                    parameter.mul_(8).round_().div_(8)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        # Momentum and weight decay move a parameter whose gradient is zero, and leave one alone whose gradient is None.
+        return torch.optim.SGD(self.parameters(), lr=0.125, momentum=0.5, weight_decay=0.125)
+
+
+def linear_branch() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+
+def make_dyadic(module: nn.Module) -> None:
+    """Double precision and weights that are multiples of 1/8.
+
+    With inputs that are small integers and a loss that is linear in the output all sums are then exact, so that the
+    order in which an all-reduce adds up more than two ranks does not show. It depends on where a gradient lies in its
+    bucket, and buckets are laid out differently with the flag on and off. The weights are rounded after each step.
+    """
+    module.double()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randint(-4, 5, parameter.shape) / 8)

@@ -1,0 +1,82 @@
+"""The reference that uses no DDP: what each parameter's gradient has to be, computed in the plainest way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pytorch_lightning.strategies import DDPStrategy
+
+
+class OracleStrategy(DDPStrategy):
+    """Lightning's launch and devices, an unwrapped module, and a reduction of one gather per parameter.
+
+    After each synchronised backward a parameter that some rank used in this accumulation window gets the sum of the
+    ranks' gradients, in rank order, over the world size; one that no rank used keeps what it had.
+    """
+
+    def __init__(self, broadcast_buffers: bool = True, **kwargs: Any) -> None:
+        super().__init__()
+        self._broadcasts_buffers = broadcast_buffers
+        self._accumulating = False
+        self._used: set[int] = set()
+
+    def _setup_model(self, model):  # type: ignore[no-untyped-def]
+        ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+        for name, tensor in model.state_dict().items():
+            if name not in ignored:
+                dist.broadcast(tensor, 0)
+        self._parameters = [p for n, p in model.named_parameters() if n not in ignored and p.requires_grad]
+        self._handles = [p.register_post_accumulate_grad_hook(self._note) for p in self._parameters]
+        return model
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        self._used.add(id(parameter))
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._broadcasts_buffers and not self._accumulating:
+            for buffer in self.lightning_module.buffers():
+                dist.broadcast(buffer, 0)
+        return super().training_step(*args, **kwargs)
+
+    def backward(self, closure_loss, optimizer, *args, **kwargs):  # type: ignore[no-untyped-def]
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+        if not self._accumulating:
+            for parameter in self._parameters:
+                self._reduce(parameter)
+            self._used.clear()
+        return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+
+    def _reduce(self, parameter: torch.Tensor) -> None:
+        world_size = dist.get_world_size()
+        used = torch.tensor([int(id(parameter) in self._used)])
+        dist.all_reduce(used)
+        if not used:
+            return
+        mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gathered = [torch.empty_like(mine) for _ in range(world_size)]
+        dist.all_gather(gathered, mine.contiguous())
+        total = torch.zeros_like(mine)
+        for gradient in gathered:
+            total += gradient / world_size
+        if parameter.grad is None:
+            parameter.grad = total
+        else:
+            parameter.grad.copy_(total)
+
+    def teardown(self) -> None:
+        for handle in getattr(self, "_handles", ()):
+            handle.remove()
+        super().teardown()
