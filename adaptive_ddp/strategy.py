@@ -183,10 +183,10 @@ class AdaptiveDDPMixin(_DDPStrategy):
         window, reduction = run.window, run.reduction
         unused = reduction.finish(is_used=window.received)
         if run.state is State.PROBE:
-            # To the reducer a parameter whose hook fired is ready, even if the hook brought it no gradient (a custom
-            # autograd function that returned None). The window tells the two apart.
+            # To the reducer a parameter whose hook fired is ready, even if the backward brought it no gradient (a
+            # custom autograd function that returned None). The window tells the two apart.
             for index in range(len(reduction.parameters)):
-                if not window.received(index) and not window.holds_from_before(index):
+                if not window.received(index):
                     unused.setdefault(index, None)
         window.close()
         return unused
@@ -242,6 +242,9 @@ class AdaptiveDDPMixin(_DDPStrategy):
             self.model = self._setup_model(old.module)
         finally:
             self._ddp_kwargs = user_kwargs
+        # Whether the next forward broadcasts the buffers; under manual optimization Lightning has it stop after the
+        # first, and a new wrapper would begin again.
+        self._wrapper.require_forward_param_sync = old.require_forward_param_sync
         self._register_ddp_hooks()
 
     # -- a fit ends ---------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ never opened costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -45,11 +45,7 @@ class AccumulationWindow:
         self._records_all = record_all
         self._held = frozenset(index for index, p in enumerate(self._parameters) if p.grad is not None)
         for index in range(len(self._parameters)) if record_all else self._held:
-            # Called by AccumulateGrad only when it was given a gradient (torch/csrc/autograd/functions/
-            # accumulate_grad.cpp), so a hook that fires with nothing does not count.
-            parameter: Any = self._parameters[index]
-            handle = parameter.register_post_accumulate_grad_hook(self._recorder(index))
-            self._handles.append(handle)
+            self._handles.append(self._record(index))
 
     def close(self) -> None:
         """Stop recording and forget, after the window's synchronised backward."""
@@ -73,12 +69,17 @@ class AccumulationWindow:
             return index in self._received
         return self._parameters[index].grad is not None
 
-    def holds_from_before(self, index: int) -> bool:
-        """Whether the parameter with this index held a gradient when the window was opened."""
-        return index in self._held
-
-    def _recorder(self, index: int) -> Callable[[Tensor], None]:
+    def _record(self, index: int) -> RemovableHandle:
         def record(parameter: Tensor) -> None:
-            self._received.add(index)
+            # It is also called when the backward brought nothing (a custom function that returned None); then .grad
+            # is as it was, and what counts is what counts for the flag (reducer.cpp, autograd_hook): is there one?
+            if parameter.grad is not None:
+                self._received.add(index)
 
-        return record
+        parameter: Any = self._parameters[index]
+        trainable = parameter.requires_grad
+        # A toggled-off parameter takes no hook, but may be toggled on again before the window ends.
+        parameter.requires_grad_(True)
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(record)
+        parameter.requires_grad_(trainable)
+        return handle

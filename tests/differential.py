@@ -44,12 +44,11 @@ class Case:
 class Trace:
     """What one contender did on this rank."""
 
-    gradients: list[list[Tensor | None]] = field(default_factory=list)
-    weights: list[list[Tensor]] = field(default_factory=list)
+    gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
+    weights: list[dict[str, Tensor]] = field(default_factory=list)
     flags: list[bool] = field(default_factory=list)
     decisions: list[Decision | None] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    seen_after_backward: list[list[bool]] = field(default_factory=list)
 
 
 class Tracer(Callback):
@@ -59,12 +58,12 @@ class Tracer(Callback):
         self.trace = Trace()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        self.trace.gradients.append([_copy(parameter.grad) for parameter in pl_module.parameters()])
+        self.trace.gradients.append({name: _copy(p.grad) for name, p in pl_module.named_parameters()})
         self.trace.flags.append(getattr(trainer.strategy.model, "find_unused_parameters", None))
         self.trace.decisions.append(getattr(trainer.strategy, "decision", None))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        self.trace.weights.append([tensor.detach().clone() for tensor in pl_module.state_dict().values()])
+        self.trace.weights.append({name: tensor.clone() for name, tensor in pl_module.state_dict().items()})
 
 
 def _copy(gradient: Tensor | None) -> Tensor | None:
@@ -137,20 +136,25 @@ def compare(ours: Trace, theirs: Trace, tolerance: float | None) -> list[str]:
         if len(a) != len(b):
             differences.append(f"{len(a)} steps of {what} against {len(b)}")
         for step, (row_a, row_b) in enumerate(zip(a, b, strict=False), start=1):
-            for index, (x, y) in enumerate(zip(row_a, row_b, strict=True)):
-                if not _same(x, y, tolerance):
-                    differences.append(f"{what} of tensor {index} at step {step}: {_show(x)} against {_show(y)}")
+            if row_a.keys() != row_b.keys():
+                differences.append(f"{what} at step {step}: other names")
+                continue
+            for name, x in row_a.items():
+                if not _same(x, row_b[name], tolerance):
+                    differences.append(f"{what} of {name} at step {step}: {_show(x)} against {_show(row_b[name])}")
     return differences
 
 
 def across_ranks(trace: Trace) -> list[str]:
+    """Where the ranks' parameters differ after training; buffers are each rank's own until the next forward."""
+    mine = {name: trace.weights[-1][name] for name in trace.gradients[-1]}
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, trace.weights[-1])
+    dist.all_gather_object(gathered, mine)
     return [
-        f"rank {rank} holds another value of tensor {index}"
-        for rank, weights in enumerate(gathered)
-        for index, (mine, its) in enumerate(zip(trace.weights[-1], weights, strict=True))
-        if not torch.equal(mine, its)
+        f"rank {rank} holds another {name}"
+        for rank, theirs in enumerate(gathered)
+        for name in mine
+        if not torch.equal(mine[name], theirs[name])
     ]
 
 

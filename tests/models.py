@@ -130,3 +130,147 @@ def make_dyadic(module: nn.Module) -> None:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(torch.randint(-4, 5, parameter.shape) / 8)
+
+
+class Gan(LightningModule):
+    """Two networks, two optimizers, manual optimization; the discriminator's step uses the generator detached."""
+
+    def __init__(self, toggle: bool, zero_all: bool = False) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.toggle = toggle
+        self.zero_all = zero_all
+        self.generator = linear_branch()
+        self.discriminator = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        if self.toggle:
+            self.toggle_optimizer(first)
+        generated = self.generator(batch)
+        self.manual_backward(-self.discriminator(generated).mean())
+        first.step()
+        first.zero_grad()
+        if self.toggle:
+            self.untoggle_optimizer(first)
+            self.toggle_optimizer(second)
+        real, fake = self.discriminator(batch), self.discriminator(self.generator(batch).detach())
+        if self.zero_all:
+            second.zero_grad()
+        self.manual_backward(fake.mean() - real.mean())
+        second.step()
+        second.zero_grad()
+        if self.toggle:
+            self.untoggle_optimizer(second)
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [
+            torch.optim.AdamW(self.generator.parameters(), lr=0.05),
+            torch.optim.SGD(self.discriminator.parameters(), lr=0.05, momentum=0.5, weight_decay=0.1),
+        ]
+
+
+class BatchNormBranches(Branches):
+    """Branches that keep running statistics, which differ between ranks unless they are broadcast."""
+
+    def __init__(self, usage: Usage) -> None:
+        super().__init__(usage, branch=lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
+
+
+class SharedBranches(Branches):
+    """Branches 0 and 1 end in one layer, branches 1 and 2 begin with one."""
+
+    def __init__(self, usage: Usage) -> None:
+        super().__init__(usage)
+        self.branches[1][2] = self.branches[0][2]
+        self.branches[2][0] = self.branches[1][0]
+
+
+class WideBranches(Branches):
+    """Over a hundred parameters a branch: torch's message lists only the first hundred that are missing."""
+
+    def __init__(self, usage: Usage) -> None:
+        super().__init__(usage, branch=lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(60)]))
+
+    def loss(self, output: Tensor, batch: Tensor) -> Tensor:
+        return super().loss(output.tanh(), batch)
+
+
+class IgnoringBranches(Branches):
+    """Tells DDP to leave branch 1's first layer alone; it has no gradient on some ranks, and is no business of ours."""
+
+    def __init__(self, usage: Usage) -> None:
+        super().__init__(usage)
+        self._ddp_params_and_buffers_to_ignore = ["branches.0.0.weight", "branches.1.0.bias"]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        kept = [p for n, p in self.named_parameters() if n not in self._ddp_params_and_buffers_to_ignore]
+        return torch.optim.SGD(kept, lr=0.125, momentum=0.5, weight_decay=0.125)
+
+
+class KeepsZeros(Branches):
+    """Sets gradients to zero between steps instead of None."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class NeverZeroes(Branches):
+    """Keeps adding to the gradients of the steps before."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
+
+class OneParameter(LightningModule):
+    """A model of a single parameter, which some ranks' losses do not reach."""
+
+    def __init__(self, usage: Usage) -> None:
+        super().__init__()
+        self.usage = usage
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if 1 in self.usage(batch_idx, dist.get_rank(), dist.get_world_size()):
+            return (self.weight * batch).square().mean()
+        return torch.zeros((), requires_grad=True) * 1
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.125, momentum=0.5, weight_decay=0.125)
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
+
+
+class BlockedBranch(Branches):
+    """Branch 1 is in the graph, but a custom autograd function lets no gradient through to it."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        hidden = self.trunk(batch)
+        used = self.usage(batch_idx, dist.get_rank(), dist.get_world_size())
+        output = sum(
+            self.branches[b](hidden) if b in used else _NoGradient.apply(self.branches[b](hidden)) for b in range(3)
+        )
+        return self.loss(output, batch)
+
+
+class ReturnsMore(Branches):
+    """Returns the unused branch's output beside the loss, with its graph."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Tensor]:
+        loss = super().training_step(batch, batch_idx)
+        return {"loss": loss, "extra": self.branches[1](self.trunk(batch))}
+
+
+class LbfgsBranches(Branches):
+    """An optimizer that runs several forwards and backwards a step."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)

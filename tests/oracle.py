@@ -22,6 +22,7 @@ class OracleStrategy(DDPStrategy):
         super().__init__()
         self._broadcasts_buffers = broadcast_buffers
         self._accumulating = False
+        self._broadcasts_next = True
         self._used: set[int] = set()
 
     def _setup_model(self, model):  # type: ignore[no-untyped-def]
@@ -34,7 +35,9 @@ class OracleStrategy(DDPStrategy):
         return model
 
     def _note(self, parameter: torch.Tensor) -> None:
-        self._used.add(id(parameter))
+        # Called with no gradient too, if a custom autograd function returned None.
+        if parameter.grad is not None:
+            self._used.add(id(parameter))
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -45,9 +48,12 @@ class OracleStrategy(DDPStrategy):
             self._accumulating = False
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._broadcasts_buffers and not self._accumulating:
+        # DDP's rule: before a forward, if the one before it was to be synchronised (or there was none). Under manual
+        # optimization Lightning lets no forward count as synchronised.
+        if self._broadcasts_buffers and self._broadcasts_next:
             for buffer in self.lightning_module.buffers():
                 dist.broadcast(buffer, 0)
+        self._broadcasts_next = self.lightning_module.automatic_optimization and not self._accumulating
         return super().training_step(*args, **kwargs)
 
     def backward(self, closure_loss, optimizer, *args, **kwargs):  # type: ignore[no-untyped-def]
