@@ -222,6 +222,15 @@ class NeverZeroes(Branches):
         pass
 
 
+class LocalGradient(Branches):
+    """Gives branch 1 a gradient of the rank's own before each backward; while it is unused DDP has no part in it."""
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        for parameter in self.branches[1].parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.full_like(parameter, 1.0 + dist.get_rank())
+
+
 class OneParameter(LightningModule):
     """A model of a single parameter, which some ranks' losses do not reach."""
 

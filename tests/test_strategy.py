@@ -122,6 +122,21 @@ def test_gradients_from_before_the_step_stay_what_they_were(
     run(ranks, 2, case)
 
 
+@pytest.mark.parametrize("usage", [LateEverywhere(0), LateEverywhere(2), SomeRanks(0, 1), SomeRanks(3, 0)], ids=repr)
+def test_an_unused_parameter_keeps_a_gradient_of_the_ranks_own(ranks: Ranks, usage: models.Usage) -> None:
+    run(ranks, 2, Case(partial(models.LocalGradient, usage), ranks_are_equal=False))
+    strategy = {"gradient_as_bucket_view": True}
+    # In a bucket view the flag averages it; so the oracle is the reference, until the flag is on.
+    at_first = Case(
+        partial(models.LocalGradient, usage),
+        batches=1,
+        ranks_are_equal=False,
+        strategy=strategy,
+        references=("oracle",),
+    )
+    run(ranks, 2, at_first)
+
+
 VARIANTS = {
     "bf16-mixed": {"trainer": {"precision": "bf16-mixed"}},
     "bucket view": {"strategy": {"gradient_as_bucket_view": True}},
