@@ -16,11 +16,25 @@ class State(enum.Enum):
     PROBE: the flag is off; no synchronised backward has been seen yet.
     WATCH: the flag is off; every rank used every parameter so far.
     ON: some rank left a parameter without a gradient, so the flag is on.
+    FINISH: the same, but the flag cannot serve this graph: it stays off, and each step is finished in place.
     """
 
     PROBE = "probe"
     WATCH = "watch"
     ON = "on"
+    FINISH = "finish"
+
+
+class Obstacle(enum.Enum):
+    """Why ``find_unused_parameters=True`` cannot serve a graph.
+
+    SPARSE: it fails on a parameter with sparse gradients that is unused ("Expected sparse gradient to be defined").
+    REENTRANT: it fails when a backward inside the backward reaches parameters, as under reentrant activation
+        checkpointing ("Expected to mark a variable ready only once").
+    """
+
+    SPARSE = "sparse gradients"
+    REENTRANT = "reentrant activation checkpointing"
 
 
 @dataclass(frozen=True)
@@ -49,6 +63,7 @@ class Decision:
         parameters: the number of parameters that DDP reduces.
         elements: their number of elements.
         unused: the parameters that some rank left without a gradient, in the order of the module; empty in WATCH.
+        obstacles: in FINISH, why the flag stays off.
     """
 
     state: State
@@ -57,6 +72,7 @@ class Decision:
     parameters: int
     elements: int
     unused: tuple[UnusedParameter, ...] = ()
+    obstacles: tuple[Obstacle, ...] = ()
 
     def __str__(self) -> str:
         # Here, not above: report.py imports this module, and a reader of it needs none of the wording.
@@ -66,7 +82,13 @@ class Decision:
 
 
 def decide(
-    *, step: int, world_size: int, names: Sequence[str], numels: Sequence[int], missed_by: Sequence[int]
+    *,
+    step: int,
+    world_size: int,
+    names: Sequence[str],
+    numels: Sequence[int],
+    missed_by: Sequence[int],
+    obstacles: Sequence[Obstacle] = (),
 ) -> Decision:
     """Decide from the usage map of one step.
 
@@ -76,20 +98,25 @@ def decide(
         names: the parameters' names.
         numels: their numbers of elements.
         missed_by: for each of them, on how many ranks it received no gradient.
+        obstacles: what keeps the flag from serving this graph, on any rank.
 
     Returns:
-        WATCH if every rank used every parameter, ON otherwise.
+        WATCH if every rank used every parameter; otherwise FINISH if there are obstacles, ON if not.
     """
     unused = tuple(
         UnusedParameter(name, numel, missed)
         for name, numel, missed in zip(names, numels, missed_by, strict=True)
         if missed
     )
+    state = State.WATCH
+    if unused:
+        state = State.FINISH if obstacles else State.ON
     return Decision(
-        state=State.ON if unused else State.WATCH,
+        state=state,
         step=step,
         world_size=world_size,
         parameters=len(names),
         elements=sum(numels),
         unused=unused,
+        obstacles=tuple(obstacles) if unused else (),
     )

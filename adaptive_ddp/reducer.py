@@ -25,10 +25,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 CHECKED_TORCH_VERSIONS = ("2.13.0",)
@@ -89,6 +90,20 @@ class _FireHooks(torch.autograd.Function):
         return None, None, None
 
 
+@dataclass(frozen=True)
+class Finished:
+    """What :meth:`Reduction.finish` found to do on this rank.
+
+    Attributes:
+        missing: the parameters whose hooks it fired.
+        unused: those of them that got no gradient in this accumulation window either, each with the gradient it had
+            before: None, or a copy.
+    """
+
+    missing: frozenset[int]
+    unused: dict[int, Tensor | None]
+
+
 class Reduction:
     """The reducer of one wrapper, seen from outside.
 
@@ -100,6 +115,8 @@ class Reduction:
     Attributes:
         parameters: the parameters that the reducer reduces, in its order.
         names: their names in ``ddp.module``, in the same order; of a shared parameter the first name.
+        parameter_set: the same, to look one up in.
+        expects_sparse: for each of them, whether the reducer expects its gradient to be sparse.
         device: where the reducer's buckets are.
     """
 
@@ -108,17 +125,18 @@ class Reduction:
         wrapper: Any = ddp
         self._ddp = wrapper
         self.parameters: list[Tensor]
-        self._expects_sparse: list[bool]
-        self.parameters, self._expects_sparse = wrapper._build_params_for_reducer()
+        self.expects_sparse: list[bool]
+        self.parameters, self.expects_sparse = wrapper._build_params_for_reducer()
+        self.parameter_set = frozenset(self.parameters)
         name_of: dict[Tensor, str] = {parameter: name for name, parameter in ddp.module.named_parameters()}
         self.names = [name_of[parameter] for parameter in self.parameters]
         self.device: torch.device = self.parameters[0].device
         # The smallest, so that setting its gradient aside on every step costs next to nothing.
         self._canary = min(
-            range(len(self.parameters)), key=lambda index: (self._expects_sparse[index], self.parameters[index].numel())
+            range(len(self.parameters)), key=lambda index: (self.expects_sparse[index], self.parameters[index].numel())
         )
 
-    def finish(self, is_used: Callable[[int], bool]) -> dict[int, Tensor | None]:
+    def finish(self, is_used: Callable[[int], bool]) -> Finished:
         """Fire the hooks that this rank's backward did not fire, and so finish the reduction.
 
         Call it right after a synchronised backward, on every rank, before any other collective. A rank with nothing
@@ -130,17 +148,20 @@ class Reduction:
             is_used: whether the missing parameter with this index got its gradient from an earlier backward of the
                 same accumulation window. Asked before anything is done to that parameter.
 
-        Returns:
-            The unused ones of the missing parameters: for each its index and the gradient it had before, None or a
-            copy. Empty when the reduction had finished by itself.
-
         Raises:
             RuntimeError: if the process group fails (a rank died, a time-out), or torch reports the missing parameters
                 in a way that this version does not understand.
         """
+        fired: set[int] = set()
+        unused: dict[int, Tensor | None] = {}
         missing = self._missing()
-        unused = {} if missing else self._wake(is_used)
-        missing = missing or self._missing()
+        if not missing:
+            used, gradient = is_used(self._canary), self._prepare(self._canary, copy=True)
+            if self._wake():
+                fired.add(self._canary)
+                if not used:
+                    unused[self._canary] = gradient
+                missing = self._missing()
         while missing:
             for index in missing:
                 used = is_used(index)
@@ -148,8 +169,9 @@ class Reduction:
                 if not used:
                     unused[index] = gradient
             self._fire(missing)
+            fired.update(missing)
             missing = self._missing()
-        return unused
+        return Finished(frozenset(fired), unused)
 
     def restore(self, index: int, gradient: Tensor | None) -> None:
         """Give a parameter back the gradient that :meth:`finish` set aside.
@@ -182,39 +204,31 @@ class Reduction:
             return [int(index) for index in listed.group(1).split()]
         return []
 
-    def _wake(self, is_used: Callable[[int], bool]) -> dict[int, Tensor | None]:
-        """Start the reduction of a backward that reached none of the reducer's parameters.
+    def _wake(self) -> bool:
+        """Fire the canary's hook; return whether the reducer was still waiting for it.
 
-        Such a rank passes the check although the others wait for it: torch looks at whether any hook fired. Firing
-        one shows the difference, since it does nothing on a reducer that has finished.
+        A rank whose backward reached none of the reducer's parameters passes the check although the others wait for
+        it: torch looks at whether any hook fired. Firing one shows the difference, since it does nothing on a reducer
+        that has finished.
         """
-        index = self._canary
-        parameter = self.parameters[index]
-        used = is_used(index)
-        version = None if parameter.grad is None else parameter.grad._version
-        gradient = self._prepare(index, copy=True)
         if len(self.parameters) > 1:
-            self._ddp.reducer._autograd_hook(index)
-            asleep = bool(self._missing())
-        else:
-            # The only hook completes the reduction, for which it has to fire inside a backward, and leaves nothing to
-            # check: what shows that it was needed is that the gradient was written.
-            self._fire([index])
-            asleep = version != (None if parameter.grad is None else parameter.grad._version)
-        return {index: gradient} if asleep and not used else {}
+            self._ddp.reducer._autograd_hook(self._canary)
+            return bool(self._missing())
+        # The only hook completes the reduction, for which it has to fire inside a backward, and leaves nothing to
+        # check: what shows that it was needed is that the gradient was written.
+        parameter = self.parameters[self._canary]
+        version = None if parameter.grad is None else parameter.grad._version
+        self._fire([self._canary])
+        return version != (None if parameter.grad is None else parameter.grad._version)
 
     def _prepare(self, index: int, *, copy: bool) -> Tensor | None:
         """Make a parameter fit to be marked ready; return a copy of its gradient, if that is asked for."""
         parameter = self.parameters[index]
         if parameter.grad is not None:
             return parameter.grad.clone() if copy else None
-        if self._expects_sparse[index]:
+        if self.expects_sparse[index]:
             # The reducer takes no undefined gradient for zeros here (reducer.cpp, mark_variable_ready_sparse).
-            parameter.grad = torch.sparse_coo_tensor(
-                torch.empty((1, 0), dtype=torch.long, device=parameter.device),
-                parameter.new_empty((0, *parameter.shape[1:])),
-                parameter.shape,
-            )
+            parameter.grad = empty_sparse_gradient(parameter)
         return None
 
     def _fire(self, indices: list[int]) -> None:
@@ -223,6 +237,32 @@ class Reduction:
             anchor = torch.zeros((), device=self.device, requires_grad=True)
             fired: Any = _FireHooks.apply(anchor, self._ddp.reducer, indices)  # type: ignore[no-untyped-call]
         fired.backward()
+
+
+def empty_sparse_gradient(parameter: Tensor) -> Tensor:
+    """A sparse gradient of the parameter's shape without a single row."""
+    return torch.sparse_coo_tensor(
+        torch.empty((1, 0), dtype=torch.long, device=parameter.device),
+        parameter.new_empty((0, *parameter.shape[1:])),
+        parameter.shape,
+    )
+
+
+def gradient_or_zeros(parameter: Tensor, *, sparse: bool) -> Tensor:
+    """A parameter's gradient, or in place of None what the reducer takes for it."""
+    if parameter.grad is not None:
+        return parameter.grad
+    return empty_sparse_gradient(parameter) if sparse else torch.zeros_like(parameter)
+
+
+def sparse_parameters(module: nn.Module) -> frozenset[Tensor]:
+    """The parameters that DDP expects sparse gradients of (``distributed.py``, ``_build_params_for_reducer``)."""
+    return frozenset(
+        parameter
+        for embedding in module.modules()
+        if isinstance(embedding, (nn.Embedding, nn.EmbeddingBag)) and embedding.sparse
+        for parameter in embedding.parameters(recurse=False)
+    )
 
 
 def dismantle(ddp: DistributedDataParallel) -> None:
@@ -236,9 +276,37 @@ def dismantle(ddp: DistributedDataParallel) -> None:
     """
     reducer: Any = ddp.reducer
     reducer._remove_autograd_hooks()
+    # With DDP's own mixed precision the wrapper has hooks on every submodule too (distributed.py, __init__).
+    for module in ddp.module.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if getattr(hook, "__self__", None) is ddp:
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
     # The logger holds the reducer too (torch/csrc/distributed/c10d/logger.hpp).
     ddp.logger = None
     del reducer, ddp.reducer
+
+
+def move_comm_hooks(old: DistributedDataParallel, new: DistributedDataParallel) -> None:
+    """Register on a new wrapper the communication hooks that somebody registered on the old one.
+
+    Their state goes along, without what it holds for single buckets, whose layout is another now: PowerSGD's error
+    feedback and factors (``torch/distributed/algorithms/ddp_comm_hooks/powerSGD_hook.py``). Where the new wrapper will
+    still rebuild its buckets (the flag off) PowerSGD also begins its warm-up again, which is there to outlast that.
+
+    Args:
+        old: the dismantled wrapper.
+        new: its successor. A hook that is registered on it already stays the only one.
+    """
+    hooks: list[tuple[Any, Any]] = list(getattr(old, "_comm_hooks", ()))
+    for _, state in hooks:
+        for per_bucket in ("error_dict", "p_memory_dict", "q_memory_dict"):
+            getattr(state, per_bucket, {}).clear()
+        if hasattr(state, "error_dict") and not new.find_unused_parameters:
+            state.iter = 0
+    if hooks and not new._comm_hooks:
+        for hook, state in hooks:
+            new.register_comm_hook(state, hook)
 
 
 def finish_reduction(ddp: DistributedDataParallel) -> list[str]:
@@ -262,4 +330,4 @@ def finish_reduction(ddp: DistributedDataParallel) -> list[str]:
     """
     require_private_api()
     reduction = Reduction(ddp)
-    return [reduction.names[index] for index in sorted(reduction.finish(is_used=lambda index: False))]
+    return [reduction.names[index] for index in sorted(reduction.finish(is_used=lambda index: False).missing)]

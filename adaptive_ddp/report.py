@@ -20,32 +20,95 @@ class UnusedParametersWarning(UserWarning):
 
 
 def describe(decision: Decision) -> str:
-    """The report of a decision, which for ON is the text of the warning.
+    """The report of a decision, which for ON and FINISH is the text of the warning.
 
     Args:
         decision: what was decided.
 
     Returns:
-        One line for WATCH. For ON: what happened, the parameters by the number of ranks that missed them, what it
+        One line for WATCH. Otherwise: what happened, the parameters by the number of ranks that missed them, what it
         means, and what to do.
     """
-    if decision.state is not State.ON:
+    if not decision.unused:
         return (
             f"Every rank used all {decision.parameters} parameters ({_quantity(decision.elements)} elements) at step"
             f" {decision.step}; DDP runs with find_unused_parameters=False."
         )
     unused_elements = sum(parameter.numel for parameter in decision.unused)
+    if decision.state is State.ON:
+        now = "runs with find_unused_parameters=True"
+        cost = "Each step now also walks the autograd graph."
+        advice = 'If this is expected, strategy="ddp_find_unused_parameters_true" says so from the start.'
+    else:
+        obstacles = " and ".join(obstacle.value for obstacle in decision.obstacles)
+        now = (
+            f"finishes each step's reduction itself: find_unused_parameters=True cannot serve a model with {obstacles}"
+        )
+        cost = "What a step misses is now reduced at the end of its backward."
+        advice = "If this is expected, there is nothing to do."
     return "\n".join(
         (
             f"DDP left {len(decision.unused)} of {decision.parameters} parameters ({_quantity(unused_elements)} of"
-            f" {_quantity(decision.elements)} elements) without a gradient at step {decision.step} and now runs with"
-            " find_unused_parameters=True.",
+            f" {_quantity(decision.elements)} elements) without a gradient at step {decision.step} and now {now}.",
             *_name_lines(decision),
-            "Nothing was lost: this step's gradients are complete on all ranks. Each step now also walks the autograd"
-            " graph.",
-            'If this is expected, strategy="ddp_find_unused_parameters_true" says so from the start. If not, these'
-            " parameters do not reach the loss.",
+            f"Nothing was lost: this step's gradients are complete on all ranks. {cost}",
+            f"{advice} If not, these parameters do not reach the loss.",
         )
+    )
+
+
+def describe_sit_out(*, rank: int, step: int, times: int) -> str:
+    """The warning of a rank that had nothing to contribute to a step."""
+    return (
+        f"Rank {rank} sat out step {step} ({times} time{'' if times == 1 else 's'} so far): its training_step returned"
+        " None, or a loss that reaches no parameter. It contributed zeros, so that the other ranks could take their"
+        " step; the mean is still over all ranks, so the step is smaller. If you skip bad batches, there is nothing to"
+        " do."
+    )
+
+
+def describe_rewraps(*, changes: int, steps: int, mean_ms: float) -> str:
+    """The warning of a run whose set of trainable parameters keeps changing."""
+    return (
+        f"The set of trainable parameters has changed {changes} times in {steps} steps, and each time the module was"
+        f" wrapped by DDP again, which took {mean_ms:.1f} ms on average. The numbers are right. If that is too slow,"
+        " keep requires_grad as it is during training and leave parameters out of the optimizer's step instead."
+    )
+
+
+def describe_split(*, step: int, names: Sequence[str], trainable_by_rank: Sequence[frozenset[str]]) -> str:
+    """The error of ranks that train different sets of parameters."""
+    everywhere = frozenset.intersection(*trainable_by_rank)
+    by_ranks: dict[tuple[int, ...], list[UnusedParameter]] = {}
+    for name in names:
+        ranks = tuple(rank for rank, trainable in enumerate(trainable_by_rank) if name in trainable)
+        if ranks and name not in everywhere:
+            by_ranks.setdefault(ranks, []).append(UnusedParameter(name, 0, 0))
+    lines = [
+        f"  only on rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}: {text}"
+        for ranks, parameters in by_ranks.items()
+        for text, _ in _fold_names(parameters)
+    ]
+    # The same set everywhere means that the ranks changed it in different steps.
+    where = ["These are trainable", *lines] if lines else ["Some ranks changed it a step earlier than others."]
+    return "\n".join(
+        (
+            f"The set of trainable parameters did not change in the same way on all ranks by step {step}, and DDP cannot"
+            " reduce what only some ranks train: they would wait for each other for ever.",
+            *where,
+            "Set requires_grad on every rank in the same step; if it depends on data, decide on one rank and broadcast"
+            " the decision (trainer.strategy.broadcast).",
+        )
+    )
+
+
+def describe_added(*, names: Sequence[str]) -> str:
+    """The error of a module that got new parameters while it was trained."""
+    folded = ", ".join(text for text, _ in _fold_names([UnusedParameter(name, 0, 0) for name in names]))
+    return (
+        f"The module has parameters that it did not have when DDP wrapped it: {folded}. DDP would never reduce their"
+        " gradients. Create them in configure_model() or __init__() and freeze them until they are needed"
+        " (requires_grad may change at any time), or end this fit and start another."
     )
 
 

@@ -13,23 +13,43 @@ of either (see ``pytorch_lightning.py``).
 
 from __future__ import annotations
 
+import time
 import warnings
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from adaptive_ddp.decision import Decision, State, decide
-from adaptive_ddp.reducer import Reduction, dismantle, require_private_api
-from adaptive_ddp.report import UnusedParametersWarning
+from adaptive_ddp.decision import Decision, Obstacle, State, decide
+from adaptive_ddp.graph import reached_parameters, reaches_any, touch
+from adaptive_ddp.reducer import (
+    Reduction,
+    dismantle,
+    gradient_or_zeros,
+    move_comm_hooks,
+    require_private_api,
+    sparse_parameters,
+)
+from adaptive_ddp.report import (
+    UnusedParametersWarning,
+    describe_added,
+    describe_rewraps,
+    describe_sit_out,
+    describe_split,
+)
 from adaptive_ddp.tally import Exchange, PostedTally
+from adaptive_ddp.trainable import TrainableSet
 from adaptive_ddp.window import AccumulationWindow
 
 if TYPE_CHECKING:
     from pytorch_lightning.strategies import DDPStrategy as _DDPStrategy
     from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
 else:
     _DDPStrategy = object
 
@@ -49,6 +69,9 @@ _REFUSED = {
     ),
 }
 
+# A run whose set of trainable parameters changes this often is told what that costs.
+_MANY_REWRAPS = 10
+
 
 @dataclass
 class _Step:
@@ -62,14 +85,24 @@ class _Step:
 
 @dataclass
 class _Run:
-    """What belongs to one wrapper with the flag off."""
+    """What belongs to one wrapper."""
 
     reduction: Reduction
     window: AccumulationWindow
     exchange: Exchange
-    state: State = State.PROBE
+    trainable: TrainableSet
+    state: State
+    # The flag that the wrapper should have; it is wrapped again at the first moment outside its forward.
+    rewrap_with_flag: bool | None = None
     # The latest step, while some rank has yet to read its tally.
     open_step: _Step | None = None
+    # Seen on this rank since the last synchronised backward: the trainable parameters are not those of the wrapper.
+    change_seen: bool = False
+    # Agreed by all ranks: what is trainable now and not in the reducer. Reduced here until the module is rewrapped.
+    outside: list[int] = field(default_factory=list)
+    # The current step has no loss of its own on this rank; what it leaves unused is noted before its backward.
+    sat_out: bool = False
+    unused_by_sitting_out: dict[int, Tensor | None] = field(default_factory=dict)
 
 
 class AdaptiveDDPMixin(_DDPStrategy):
@@ -92,6 +125,11 @@ class AdaptiveDDPMixin(_DDPStrategy):
         super().__init__(*args, **kwargs)
         self._run: _Run | None = None
         self._decision: Decision | None = None
+        self._warned_of: set[str] = set()
+        self._sit_outs = 0
+        self._changes = 0
+        self._rewrap_seconds = 0.0
+        self._sparse_handles: list[RemovableHandle] = []
 
     @property
     def decision(self) -> Decision | None:
@@ -108,42 +146,163 @@ class AdaptiveDDPMixin(_DDPStrategy):
         """Wrap the module with the flag off and start probing, whatever an earlier fit decided."""
         super().configure_ddp()
         self._decision = None
+        self._warned_of.clear()
+        self._sit_outs = self._changes = 0
+        self._rewrap_seconds = 0.0
+        self._begin(State.PROBE)
+
+    def _begin(self, state: State) -> None:
+        """Start on a wrapper that has just been made."""
         self._run = None
         # A module whose every reduction was put off by the user (delay_all_reduce_named_params) has no reducer.
-        if hasattr(self._wrapper, "reducer"):
-            reduction = Reduction(self._wrapper)
-            self._run = _Run(
-                reduction=reduction,
-                window=AccumulationWindow(reduction.parameters),
-                exchange=Exchange(self._wrapper.process_group, reduction.device),
-            )
+        if not hasattr(self._wrapper, "reducer"):
+            return
+        reduction = Reduction(self._wrapper)
+        self._run = _Run(
+            reduction=reduction,
+            window=AccumulationWindow(reduction.parameters),
+            exchange=Exchange(self._wrapper.process_group, reduction.device),
+            trainable=TrainableSet(self._wrapper.module, self._wrapper.parameters_to_ignore),
+            state=state,
+        )
+        self._unshare_sparse_gradients(reduction)
+
+    def _unshare_sparse_gradients(self, reduction: Reduction) -> None:
+        """Give the reducer copies of sparse gradients.
+
+        It divides them in place (``reducer.cpp``, ``mark_variable_ready_sparse``). An additive embedding's gradient
+        shares memory with the gradient that flows on to earlier layers, which would be divided with it.
+        """
+        self._share_sparse_gradients()
+        self._sparse_handles = [
+            parameter.register_hook(torch.clone)
+            for parameter, sparse in zip(reduction.parameters, reduction.expects_sparse, strict=True)
+            if sparse
+        ]
+
+    def _share_sparse_gradients(self) -> None:
+        for handle in self._sparse_handles:
+            handle.remove()
+        self._sparse_handles = []
 
     # -- a training step ----------------------------------------------------------------------------------------------
 
     @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Look for parameters that were added to the module, once an epoch.
+
+        Raises:
+            RuntimeError: naming them, if there are any.
+        """
+        super().on_train_batch_start(batch, batch_idx)
+        if batch_idx == 0 and self._run is not None and (names := self._run.trainable.added()):
+            raise RuntimeError(describe_added(names=names))
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step; afterwards rewrap, if a backward inside it (manual optimization) decided so."""
-        output = super().training_step(*args, **kwargs)
+        """Run the step; mend a loss that reaches nothing; afterwards rewrap, if a backward inside it decided so.
+
+        On a rank whose ``training_step`` returns None under automatic optimization this returns a zero instead, whose
+        backward contributes zeros to the other ranks' step.
+        """
+        run = self._run
+        if run is None:
+            return super().training_step(*args, **kwargs)
+        run.sat_out = False
+        if run.trainable.has_changed():
+            run.change_seen = True
+        with self._mended_step(run):
+            output = super().training_step(*args, **kwargs)
         self._rewrap_if_due()
         return output
+
+    @contextmanager
+    def _mended_step(self, run: _Run) -> Iterator[None]:
+        """Have the module's ``training_step`` return a loss that DDP can run on, from within the wrapped forward.
+
+        The flag's graph walk starts from what the wrapped forward returns. Lightning redirects ``forward`` to
+        ``training_step`` by shadowing the method on the instance in the same way.
+        """
+        module = self.lightning_module
+        assert module is not None
+        shadowed = module.__dict__.get("training_step")
+        original = module.training_step
+
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            output = original(*args, **kwargs)
+            return self._mend(run, output) if module.automatic_optimization else output
+
+        module.__dict__["training_step"] = training_step
+        try:
+            yield
+        finally:
+            if shadowed is None:
+                del module.__dict__["training_step"]
+            else:
+                module.__dict__["training_step"] = shadowed
+
+    def _mend(self, run: _Run, output: Any) -> Any:
+        """Replace a missing loss; under the flag, add a touch of every parameter to one that reaches none."""
+        if output is None:
+            return self._sit_out(run)
+        if run.state is State.ON:
+            loss = output["loss"] if isinstance(output, Mapping) else output
+            if isinstance(loss, Tensor) and loss.requires_grad and not reaches_any(loss, run.reduction.parameter_set):
+                # With the flag off this shows after the backward, at no cost; here the others would wait for ever.
+                loss = loss + self._sit_out(run)
+                return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+        return output
+
+    def _sit_out(self, run: _Run) -> Tensor:
+        run.sat_out = True
+        self._warn_of_sit_out()
+        trainable = [index for index, p in enumerate(run.reduction.parameters) if p.requires_grad]
+        return touch(
+            [run.reduction.parameters[index] for index in trainable],
+            [run.reduction.expects_sparse[index] for index in trainable],
+        )
+
+    def _warn_of_sit_out(self) -> None:
+        self._sit_outs += 1
+        if str(self._sit_outs).rstrip("0") == "1":
+            text = describe_sit_out(rank=self.global_rank, step=self._step_number, times=self._sit_outs)
+            warnings.warn(text, UserWarning, stacklevel=2)
+
+    # -- its backward -------------------------------------------------------------------------------------------------
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward, and finish its reduction before ``on_after_backward`` or any other hook runs.
 
         On every rank the gradients are complete when this returns. The calls are those of Lightning's
-        ``Strategy.backward`` (``strategies/strategy.py``, 2.6.6), with the finish between the second and the third.
+        ``Strategy.backward`` (``strategies/strategy.py``, 2.6.6), with the finish between the third and the fourth.
+
+        Raises:
+            RuntimeError: on every rank, if the set of trainable parameters changed differently across ranks.
         """
         assert self.lightning_module is not None
+        closure_loss = self._mend_manual_loss(closure_loss)
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         synchronised = self._before_backward()
         self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
         if synchronised:
-            self._finish_backward()
+            self._finish_backward(closure_loss)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def _mend_manual_loss(self, loss: Tensor) -> Tensor:
+        """Under manual optimization and the flag, do for a loss what :meth:`_mend` does in the wrapped forward."""
+        run = self._run
+        if run is None or run.state is not State.ON or run.rewrap_with_flag is not None:
+            return loss
+        if self.lightning_module is None or self.lightning_module.automatic_optimization:
+            return loss
+        run.sat_out = False
+        if loss.requires_grad and not reaches_any(loss, run.reduction.parameter_set):
+            return loss + self._sit_out(run)
+        return loss
 
     def _before_backward(self) -> bool:
         """Note what the window needs; return whether the reduction of this backward is ours to finish."""
@@ -151,93 +310,174 @@ class AdaptiveDDPMixin(_DDPStrategy):
         if run is None:
             return False
         synchronised: bool = self._wrapper.require_backward_grad_sync
-        if run.state is State.PROBE or not synchronised:
+        if not self._wrapper.find_unused_parameters and (run.state is State.PROBE or not synchronised):
             run.window.open(record_all=run.state is State.PROBE)
+        if run.sat_out:
+            # Not before, since Lightning sets gradients to None between the step and its backward.
+            run.unused_by_sitting_out = {
+                index: None for index, parameter in enumerate(run.reduction.parameters) if parameter.grad is None
+            }
         return synchronised
 
-    def _finish_backward(self) -> None:
+    def _finish_backward(self, loss: Tensor) -> None:
         """Finish the reduction on this rank, and agree with the others on what was unused.
 
-        Every rank runs the same collectives here: the branches depend on tallies that all ranks have read, or, where a
-        rank reads one early, on a tally that equals the world size only if all of them do.
+        Every rank runs the same collectives here: the branches depend on tallies that all ranks have read, or, where
+        some read one early, on all of them having done so.
         """
         run = self._run
         assert run is not None
-        unused = self._finish_reduction(run)
-        sat_out = len(unused) == len(run.reduction.parameters)
-        tally = run.exchange.post(missing=bool(unused) and not sat_out, sat_out=sat_out)
+        unused, missing = ({}, frozenset()) if self._wrapper.find_unused_parameters else self._finish_reduction(run)
+        reaching = frozenset(range(len(run.reduction.parameters))) - missing
+        sat_out = run.sat_out or not reaching
+        changed, run.change_seen = run.change_seen, False
+        waiting = bool(unused) or sat_out or changed
+        tally = run.exchange.post(waiting=waiting, missing=bool(unused) and not sat_out, changed=changed)
         step = _Step(self._step_number, tally, unused)
         earlier, run.open_step = run.open_step, None
-        if earlier is not None and earlier.tally.read().missing:
-            self._decide(run, earlier, self._missed_by(run, earlier))
-        if run.state is State.WATCH and not unused:
+        if earlier is not None:
+            # Every rank has read, or now reads, the tally of the step before.
+            count = earlier.tally.read()
+            if count.changed:
+                self._raise_split(run, earlier)
+            if count.missing and run.state is State.WATCH:
+                self._decide(run, earlier, self._missed_by(run, earlier), loss, reaching)
+        if waiting or run.state is State.PROBE:
+            self._settle(run, step, loss, reaching)
+        else:
             # Read in the next step, so that a rank that used everything does not wait for the others in this one.
             run.open_step = step
-        else:
-            self._settle(run, step)
+        self._reduce_outside(run)
+        if sat_out:
+            self._keep_scaler_content(run)
         if self.lightning_module is not None and self.lightning_module.automatic_optimization:
             self._rewrap_if_due()
 
-    def _finish_reduction(self, run: _Run) -> dict[int, Tensor | None]:
-        """Finish the reduction on this rank; return the parameters that are unused on it, with what they held."""
+    def _finish_reduction(self, run: _Run) -> tuple[dict[int, Tensor | None], frozenset[int]]:
+        """Finish the reduction on this rank; return what is unused on it, with what it held, and what was missing."""
         window, reduction = run.window, run.reduction
-        unused = reduction.finish(is_used=window.received)
-        if run.state is State.PROBE:
+        finished = reduction.finish(is_used=window.received)
+        unused = finished.unused
+        if run.sat_out:
+            unused.update(run.unused_by_sitting_out)
+        elif run.state is State.PROBE:
             # To the reducer a parameter whose hook fired is ready, even if the backward brought it no gradient (a
             # custom autograd function that returned None). The window tells the two apart.
             for index in range(len(reduction.parameters)):
                 if not window.received(index):
                     unused.setdefault(index, None)
         window.close()
-        return unused
+        if len(finished.missing) == len(reduction.parameters):
+            self._warn_of_sit_out()
+        return unused, finished.missing
 
-    def _settle(self, run: _Run, step: _Step) -> None:
+    # -- the ranks' agreement -----------------------------------------------------------------------------------------
+
+    def _settle(self, run: _Run, step: _Step, loss: Tensor, reaching: frozenset[int]) -> None:
         """Read a tally in its own step, and act on it."""
         count = step.tally.read()
         probing = run.state is State.PROBE
-        if count.missing + count.sat_out == run.exchange.world_size:
-            # Only now can a parameter be unused everywhere; and as every rank has something missing, all are here.
+        if not probing and count.waiting < run.exchange.world_size:
+            # The ranks that used everything learn of it in the next step; what there is to decide is decided there.
+            run.open_step = step
+            return
+        missed_by = None
+        if count.waiting == run.exchange.world_size:
+            # Only now can a parameter be unused everywhere.
             missed_by = self._missed_by(run, step)
             for index, gradient in step.unused.items():
                 if missed_by[index] == run.exchange.world_size:
                     run.reduction.restore(index, gradient)
-            if count.missing and run.state is not State.ON:
-                self._decide(run, step, missed_by)
-        elif count.missing and probing:
-            self._decide(run, step, self._missed_by(run, step))
-        elif count.missing and run.state is State.WATCH:
-            # The ranks that used everything learn of it in the next step; the decision is taken there.
-            run.open_step = step
-        elif probing and not count.sat_out:
-            self._decide(run, step, [0] * len(run.reduction.parameters))
+        if count.changed:
+            self._agree_on_trainable_set(run, step)
+        elif run.state in (State.PROBE, State.WATCH) and count.missing:
+            self._decide(run, step, missed_by or self._missed_by(run, step), loss, reaching)
+        elif probing and not count.waiting:
+            self._decide(run, step, [0] * len(run.reduction.parameters), loss, reaching)
 
     def _missed_by(self, run: _Run, step: _Step) -> list[int]:
-        return run.exchange.sum_usage(step.unused, len(run.reduction.parameters))
+        return run.exchange.count(step.unused, len(run.reduction.parameters))
 
-    def _decide(self, run: _Run, step: _Step, missed_by: list[int]) -> None:
+    def _decide(
+        self, run: _Run, step: _Step, missed_by: list[int], loss: Tensor | None, reaching: frozenset[int]
+    ) -> None:
+        """Decide from a usage map, on every rank alike."""
+        obstacles = [Obstacle.SPARSE] if any(run.reduction.expects_sparse) else []
+        if loss is not None and any(missed_by):
+            reached = set(reached_parameters(loss))
+            hidden = any(run.reduction.parameters[index] not in reached for index in reaching)
+            if run.exchange.count([0] if hidden else [], 1)[0]:
+                obstacles.append(Obstacle.REENTRANT)
         self._decision = decide(
             step=step.number,
             world_size=run.exchange.world_size,
             names=run.reduction.names,
             numels=[parameter.numel() for parameter in run.reduction.parameters],
             missed_by=missed_by,
+            obstacles=obstacles,
         )
         run.state = self._decision.state
-        if run.state is State.ON and self.is_global_zero:
+        if run.state is State.ON:
+            run.rewrap_with_flag = True
+        names = {parameter.name for parameter in self._decision.unused}
+        if self.is_global_zero and not names <= self._warned_of:
             warnings.warn(str(self._decision), UnusedParametersWarning, stacklevel=2)
+        self._warned_of |= names
+
+    def _agree_on_trainable_set(self, run: _Run, step: _Step) -> None:
+        """Go on with the set of trainable parameters that all ranks have now, or raise if it is not the same."""
+        now = [index for index, trainable in enumerate(run.trainable.now()) if trainable]
+        counts = run.exchange.count(now, len(run.trainable.names))
+        if step.tally.read().changed < run.exchange.world_size or not set(counts) <= {0, run.exchange.world_size}:
+            self._raise_split(run, step)
+        inside = run.reduction.parameter_set
+        run.outside = [index for index in now if run.trainable.parameters[index] not in inside]
+        run.trainable.accept()
+        # With nothing left to train there is nothing to wrap; the old wrapper stays until there is.
+        run.rewrap_with_flag = False if now else None
+        self._changes += 1
+
+    def _raise_split(self, run: _Run, step: _Step) -> None:
+        trainable = frozenset(name for name, now in zip(run.trainable.names, run.trainable.now(), strict=True) if now)
+        by_rank = run.exchange.gather(trainable)
+        raise RuntimeError(describe_split(step=step.number, names=run.trainable.names, trainable_by_rank=by_rank))
+
+    def _reduce_outside(self, run: _Run) -> None:
+        """Reduce the gradients of parameters that became trainable after wrapping, by the reducer's own rule."""
+        if not run.outside:
+            return
+        parameters = [run.trainable.parameters[index] for index in run.outside]
+        sparse = sparse_parameters(self._wrapper.module)
+        used = [index for index, parameter in enumerate(parameters) if parameter.grad is not None]
+        for parameter, used_by in zip(parameters, run.exchange.count(used, len(parameters)), strict=True):
+            if used_by:
+                gradient = gradient_or_zeros(parameter, sparse=parameter in sparse)
+                parameter.grad = run.exchange.average(gradient)
+
+    def _keep_scaler_content(self, run: _Run) -> None:
+        """Under a gradient scaler, have zeros where all ranks sat a step out: it refuses one without a gradient."""
+        if getattr(self.precision_plugin, "scaler", None) is None:
+            return
+        if all(parameter.grad is None for parameter in run.reduction.parameters):
+            for parameter in run.reduction.parameters:
+                parameter.grad = torch.zeros_like(parameter)
+
+    # -- wrapping again -----------------------------------------------------------------------------------------------
 
     def _rewrap_if_due(self) -> None:
-        """Wrap the module again with the flag on, on every rank, once that has been decided."""
+        """Wrap the module again, on every rank, once that has been decided."""
         run = self._run
-        if run is None or run.state is not State.ON:
+        if run is None or run.rewrap_with_flag is None:
             return
+        began = time.perf_counter()
+        flag = run.rewrap_with_flag
         old = self._wrapper
-        # Torch's own flag does the rest of this fit. What is kept of the run would keep the old buckets alive.
-        self._run = None
+        # What is kept of the run would keep the old buckets alive.
+        self._run = run = None
         dismantle(old)
         user_kwargs = self._ddp_kwargs
         # Without init_sync=False the constructor would give every rank the buffers of rank zero.
-        self._ddp_kwargs = {**user_kwargs, "find_unused_parameters": True, "init_sync": False}
+        self._ddp_kwargs = {**user_kwargs, "find_unused_parameters": flag, "init_sync": False}
         try:
             self.model = self._setup_model(old.module)
         finally:
@@ -246,6 +486,17 @@ class AdaptiveDDPMixin(_DDPStrategy):
         # first, and a new wrapper would begin again.
         self._wrapper.require_forward_param_sync = old.require_forward_param_sync
         self._register_ddp_hooks()
+        move_comm_hooks(old, self._wrapper)
+        self._begin(State.ON if flag else State.PROBE)
+        if not flag:
+            self._note_rewrap(time.perf_counter() - began)
+
+    def _note_rewrap(self, seconds: float) -> None:
+        self._rewrap_seconds += seconds
+        if self._changes == _MANY_REWRAPS and self.is_global_zero:
+            mean_ms = 1000 * self._rewrap_seconds / self._changes
+            text = describe_rewraps(changes=self._changes, steps=self._step_number, mean_ms=mean_ms)
+            warnings.warn(text, UserWarning, stacklevel=2)
 
     # -- a fit ends ---------------------------------------------------------------------------------------------------
 
@@ -257,14 +508,20 @@ class AdaptiveDDPMixin(_DDPStrategy):
         if run is None:
             return
         step, run.open_step = run.open_step, None
-        if step is not None and step.tally.read().missing:
-            self._decide(run, step, self._missed_by(run, step))
+        if step is None:
+            return
+        count = step.tally.read()
+        if count.changed:
+            self._raise_split(run, step)
+        if count.missing and run.state is State.WATCH:
+            self._decide(run, step, self._missed_by(run, step), None, frozenset())
             self._rewrap_if_due()
 
     @override
     def teardown(self) -> None:
         """Unwrap the module."""
         self._run = None
+        self._share_sparse_gradients()
         if isinstance(self.model, DistributedDataParallel):
             # Done before Lightning does it, whose teardown recommends static_graph=True for this very class.
             self.model = self.lightning_module

@@ -12,32 +12,37 @@ bucket. Imports torch.distributed alone.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-# A tally carries two counts in one integer: ranks with something missing in the low half, ranks that sat out in the
-# high half. A sum over fewer than 2**31 ranks cannot carry over.
-_SAT_OUT = 1 << 32
+T = TypeVar("T")
+
+# A tally carries three counts in one integer. A sum over fewer than 2**20 ranks does not carry over.
+_BITS = 20
+_MASK = (1 << _BITS) - 1
 
 
 class Count(NamedTuple):
-    """A tally, once read.
+    """A tally, once read: how many ranks said what of themselves in one step.
 
     Attributes:
-        missing: the ranks that left some, but not all, of their parameters without a gradient.
-        sat_out: the ranks whose backward reached none of them.
+        waiting: ranks that read this tally in its own step. When that is all of them, all know it.
+        missing: ranks that left a parameter without a gradient, and did not sit the step out.
+        changed: ranks whose set of trainable parameters is no longer the one that was wrapped.
     """
 
+    waiting: int
     missing: int
-    sat_out: int
+    changed: int
 
 
 class PostedTally:
     """One step's tally on its way."""
 
-    def __init__(self, value: torch.Tensor, work: dist.Work | None) -> None:
+    def __init__(self, value: Tensor, work: dist.Work | None) -> None:
         self._value = value
         self._work = work
         self._count: Count | None = None
@@ -54,7 +59,7 @@ class PostedTally:
             if self._work is not None:
                 self._work.wait()
             total = int(self._value.item())
-            self._count = Count(missing=total % _SAT_OUT, sat_out=total // _SAT_OUT)
+            self._count = Count(total & _MASK, total >> _BITS & _MASK, total >> 2 * _BITS)
         return self._count
 
 
@@ -75,32 +80,52 @@ class Exchange:
         """The number of ranks."""
         return self._group.size()
 
-    def post(self, *, missing: bool, sat_out: bool) -> PostedTally:
+    def post(self, *, waiting: bool, missing: bool, changed: bool) -> PostedTally:
         """Contribute this rank's part to the tally of the current step, without waiting for the others.
 
         Args:
-            missing: this rank left some of its parameters without a gradient.
-            sat_out: its backward reached none of them. At most one of the two holds.
+            waiting: this rank will read the tally before it goes on.
+            missing: it left a parameter without a gradient, and did not sit the step out.
+            changed: its set of trainable parameters is no longer the one that was wrapped.
         """
-        value = torch.full((1,), int(missing) + int(sat_out) * _SAT_OUT, dtype=torch.int64, device=self._device)
+        part = waiting | missing << _BITS | changed << 2 * _BITS
+        value = torch.full((1,), part, dtype=torch.int64, device=self._device)
         return PostedTally(value, dist.all_reduce(value, group=self._group, async_op=True))
 
-    def sum_usage(self, missing: Iterable[int], size: int) -> list[int]:
-        """Exchange the usage map: how many ranks missed each parameter. A collective, to be entered by every rank.
+    def count(self, indices: Iterable[int], size: int) -> list[int]:
+        """Exchange a map of one count a parameter. A collective, to be entered by every rank.
 
         Args:
-            missing: the indices of the parameters that received no gradient on this rank.
-            size: the number of parameters, the same on every rank.
+            indices: the parameters that this rank counts: those it missed, for the usage map.
+            size: the length of the map, the same on every rank.
 
         Returns:
-            For each parameter, the number of ranks that missed it.
+            For each parameter, the number of ranks that counted it.
 
         Raises:
             RuntimeError: if the process group fails.
         """
-        usage = torch.zeros(size, dtype=torch.int32)
-        usage[list(missing)] = 1
-        usage = usage.to(self._device)
-        dist.all_reduce(usage, group=self._group)
-        counts: list[int] = usage.tolist()
-        return counts
+        counts = torch.zeros(size, dtype=torch.int32)
+        counts[list(indices)] = 1
+        counts = counts.to(self._device)
+        dist.all_reduce(counts, group=self._group)
+        result: list[int] = counts.tolist()
+        return result
+
+    def average(self, gradient: Tensor) -> Tensor:
+        """The mean of a gradient, dense or sparse, over the ranks, by DDP's rule: divided first, then added up.
+
+        A collective, to be entered by every rank.
+        """
+        mean = gradient / self.world_size
+        dist.all_reduce(mean, group=self._group)
+        return mean
+
+    def gather(self, value: T) -> list[T]:
+        """Collect a small object of every rank, in rank order. A collective, to be entered by every rank.
+
+        What it sends grows with the number of ranks: for errors, not for steps.
+        """
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, value, group=self._group)
+        return gathered

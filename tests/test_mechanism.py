@@ -30,15 +30,15 @@ BOUND_S = 10.0
 
 
 def without_finish() -> tuple[Any, str, Any]:
-    return reducer.Reduction, "finish", lambda self, is_used: {}
+    return reducer.Reduction, "finish", lambda self, is_used: reducer.Finished(frozenset(), {})
 
 
 def without_waking() -> tuple[Any, str, Any]:
-    return reducer.Reduction, "_wake", lambda self, is_used: {}
+    return reducer.Reduction, "_wake", lambda self: False
 
 
 def without_tally() -> tuple[Any, str, Any]:
-    return tally.PostedTally, "read", lambda self: tally.Count(0, 0)
+    return tally.PostedTally, "read", lambda self: tally.Count(0, 0, 0)
 
 
 def without_restore() -> tuple[Any, str, Any]:
@@ -54,8 +54,8 @@ def without_looking_at_the_end_of_the_fit() -> tuple[Any, str, Any]:
 
 
 def without_the_reading_of_the_step_before() -> tuple[Any, str, Any]:
-    def settle(self: Any, run: Any, step: Any) -> None:
-        original_settle(self, run, step)
+    def settle(self: Any, run: Any, *args: Any) -> None:
+        original_settle(self, run, *args)
         run.open_step = None
 
     original_settle = AdaptiveDDPMixin._settle

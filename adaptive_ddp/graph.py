@@ -1,0 +1,66 @@
+"""Which parameters the autograd graph of a loss reaches, and a way to reach them all. Torch alone, its public API.
+
+Promise: a look that can stop early does; :func:`touch` changes neither a loss nor a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adaptive_ddp.reducer import empty_sparse_gradient
+
+
+def reached_parameters(loss: Tensor) -> Iterator[Tensor]:
+    """Yield the leaves that a backward from ``loss`` will reach, as they are found; each one once.
+
+    What a custom function does inside its own backward is not in this graph: parameters that only a reentrant
+    checkpoint reaches (``torch/utils/checkpoint.py``, ``CheckpointFunction``) are not found.
+
+    Args:
+        loss: the root of the graph; may have been used for a backward already.
+    """
+    pending = [loss.grad_fn] if loss.grad_fn is not None else []
+    seen = set(pending)
+    while pending:
+        node: Any = pending.pop()
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            yield variable
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)
+
+
+def reaches_any(loss: Tensor, parameters: frozenset[Tensor]) -> bool:
+    """Whether a backward from ``loss`` reaches any of the parameters; stops at the first that it finds."""
+    return any(parameter in parameters for parameter in reached_parameters(loss))
+
+
+class _Touch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, expects_sparse: Sequence[bool], *parameters: Tensor) -> Tensor:
+        ctx.sparse = [p if sparse else None for p, sparse in zip(parameters, expects_sparse, strict=True)]
+        return parameters[0].new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return (None, *(None if parameter is None else empty_sparse_gradient(parameter) for parameter in ctx.sparse))
+
+
+def touch(parameters: Sequence[Tensor], expects_sparse: Sequence[bool]) -> Tensor:
+    """A zero whose backward reaches every parameter and brings none of them a gradient.
+
+    The hooks of all of them fire, so a DDP wrapper reduces this rank's zeros and counts it as having used nothing.
+    Only where the wrapper insists on a sparse gradient, an empty one is brought.
+
+    Args:
+        parameters: trainable parameters.
+        expects_sparse: for each, whether the wrapper expects its gradient to be sparse.
+    """
+    zero: Tensor = _Touch.apply(expects_sparse, *parameters)  # type: ignore[no-untyped-call]
+    return zero
