@@ -41,9 +41,7 @@ def describe(decision: Decision) -> str:
         advice = 'If this is expected, strategy="ddp_find_unused_parameters_true" says so from the start.'
     else:
         obstacles = " and ".join(obstacle.value for obstacle in decision.obstacles)
-        now = (
-            f"finishes each step's reduction itself: find_unused_parameters=True cannot serve a model with {obstacles}"
-        )
+        now = f"finishes each step's reduction itself: find_unused_parameters=True cannot serve {obstacles}"
         cost = "What a step misses is now reduced at the end of its backward."
         advice = "If this is expected, there is nothing to do."
     return "\n".join(
@@ -93,8 +91,8 @@ def describe_split(*, step: int, names: Sequence[str], trainable_by_rank: Sequen
     where = ["These are trainable", *lines] if lines else ["Some ranks changed it a step earlier than others."]
     return "\n".join(
         (
-            f"The set of trainable parameters did not change in the same way on all ranks by step {step}, and DDP cannot"
-            " reduce what only some ranks train: they would wait for each other for ever.",
+            f"The set of trainable parameters did not change in the same way on all ranks by step {step}, and DDP"
+            " cannot reduce what only some ranks train: they would wait for each other for ever.",
             *where,
             "Set requires_grad on every rank in the same step; if it depends on data, decide on one rank and broadcast"
             " the decision (trainer.strategy.broadcast).",

@@ -174,11 +174,12 @@ class AdaptiveDDPMixin(_DDPStrategy):
         shares memory with the gradient that flows on to earlier layers, which would be divided with it.
         """
         self._share_sparse_gradients()
-        self._sparse_handles = [
-            parameter.register_hook(torch.clone)
+        sparse_ones: list[Any] = [
+            parameter
             for parameter, sparse in zip(reduction.parameters, reduction.expects_sparse, strict=True)
             if sparse
         ]
+        self._sparse_handles = [parameter.register_hook(torch.clone) for parameter in sparse_ones]
 
     def _share_sparse_gradients(self) -> None:
         for handle in self._sparse_handles:

@@ -22,7 +22,8 @@ CONTENDERS: dict[str, Callable[..., DDPStrategy]] = {
     "adaptive": AdaptiveDDPStrategy,
     "flag": lambda **kwargs: DDPStrategy(find_unused_parameters=True, **kwargs),
     "plain": DDPStrategy,
-    "oracle": OracleStrategy,
+    # The oracle takes none of DDP's options but the one that changes what is computed.
+    "oracle": lambda broadcast_buffers=True, **kwargs: OracleStrategy(broadcast_buffers),
 }
 
 

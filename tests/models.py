@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning import LightningModule
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 WIDTH = 4
 
@@ -283,3 +284,100 @@ class LbfgsBranches(Branches):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+class CheckpointedBranches(Branches):
+    """Branches run under reentrant activation checkpointing, all of them or all but the given one."""
+
+    def __init__(self, usage: Usage, plain_branch: int | None = None) -> None:
+        super().__init__(usage)
+        self.plain_branch = plain_branch
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        hidden = self.trunk(batch)
+        used = self.usage(batch_idx, dist.get_rank(), dist.get_world_size())
+        output = sum(
+            self.branches[b](hidden)
+            if b == self.plain_branch
+            else checkpoint(self.branches[b], hidden, use_reentrant=True)
+            for b in used
+        )
+        return self.loss(output, batch)
+
+
+class PartlyCheckpointed(Branches):
+    """Inside the checkpointed part something is used on some ranks only."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        used = self.usage(batch_idx, dist.get_rank(), dist.get_world_size())
+
+        def inner(hidden: Tensor) -> Tensor:
+            return sum(self.branches[b](hidden) for b in used)
+
+        return self.loss(checkpoint(inner, self.trunk(batch), use_reentrant=True), batch)
+
+
+class SparseBranches(LightningModule):
+    """A trunk, with sparse embeddings added to what goes into it and out of it, as far as they are used.
+
+    The embedding's gradient shares memory with the gradient that flows on to the layers before it.
+    """
+
+    def __init__(self, usage: Usage, bag: bool = False) -> None:
+        super().__init__()
+        self.usage = usage
+        make = nn.EmbeddingBag if bag else nn.Embedding
+        self.bag = bag
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.tables = nn.ModuleList([make(10, WIDTH, sparse=True) for _ in range(3)])
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        ids = torch.arange(len(batch)) + dist.get_rank()
+        x = self.first(batch)
+        for table in self.usage(batch_idx, dist.get_rank(), dist.get_world_size()):
+            x = x + self.tables[table](ids[:, None] if self.bag else ids)
+        return (self.last(x) - batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.125)
+
+
+class SitsOut(Branches):
+    """On the given batches the given ranks have nothing to contribute, in one of two ways."""
+
+    def __init__(self, usage: Usage, batches: tuple[int, ...], ranks: tuple[int, ...], how: str) -> None:
+        super().__init__(usage)
+        self.out_batches = batches
+        self.out_ranks = ranks
+        self.how = how
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+        if batch_idx in self.out_batches and dist.get_rank() in self.out_ranks:
+            return None if self.how == "None" else torch.zeros((), requires_grad=True) * 1
+        return super().training_step(batch, batch_idx)
+
+
+class Freezes(Branches):
+    """Freezes and unfreezes branches by a schedule: batch -> {branch: trainable}, on the given ranks."""
+
+    def __init__(
+        self,
+        usage: Usage,
+        schedule: dict[int, dict[int, bool]],
+        at_first: dict[int, bool] | None = None,
+        ranks: tuple[int, ...] | None = None,
+        model: str = "linear",
+    ) -> None:
+        super().__init__(usage)
+        self.schedule = schedule
+        self.ranks = ranks
+        self.set_trainable(at_first or {})
+
+    def set_trainable(self, branches: dict[int, bool]) -> None:
+        for branch, trainable in branches.items():
+            self.branches[branch].requires_grad_(trainable)
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        if self.ranks is None or dist.get_rank() in self.ranks:
+            self.set_trainable(self.schedule.get(batch_idx, {}))

@@ -18,7 +18,7 @@ class OracleStrategy(DDPStrategy):
     ranks' gradients, in rank order, over the world size; one that no rank used keeps what it had.
     """
 
-    def __init__(self, broadcast_buffers: bool = True, **kwargs: Any) -> None:
+    def __init__(self, broadcast_buffers: bool) -> None:
         super().__init__()
         self._broadcasts_buffers = broadcast_buffers
         self._accumulating = False
@@ -54,7 +54,11 @@ class OracleStrategy(DDPStrategy):
             for buffer in self.lightning_module.buffers():
                 dist.broadcast(buffer, 0)
         self._broadcasts_next = self.lightning_module.automatic_optimization and not self._accumulating
-        return super().training_step(*args, **kwargs)
+        output = super().training_step(*args, **kwargs)
+        if output is None and self.lightning_module.automatic_optimization:
+            # Lightning ends a distributed run here. A loss that reaches nothing contributes nothing.
+            return torch.zeros((), requires_grad=True)
+        return output
 
     def backward(self, closure_loss, optimizer, *args, **kwargs):  # type: ignore[no-untyped-def]
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
@@ -72,12 +76,13 @@ class OracleStrategy(DDPStrategy):
         if not used:
             return
         mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        mine = mine.to_dense().contiguous()
         gathered = [torch.empty_like(mine) for _ in range(world_size)]
-        dist.all_gather(gathered, mine.contiguous())
+        dist.all_gather(gathered, mine)
         total = torch.zeros_like(mine)
         for gradient in gathered:
             total += gradient / world_size
-        if parameter.grad is None:
+        if parameter.grad is None or parameter.grad.is_sparse:
             parameter.grad = total
         else:
             parameter.grad.copy_(total)
