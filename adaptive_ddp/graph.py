@@ -59,8 +59,13 @@ def touch(parameters: Sequence[Tensor], expects_sparse: Sequence[bool]) -> Tenso
     Only where the wrapper insists on a sparse gradient, an empty one is brought.
 
     Args:
-        parameters: trainable parameters.
+        parameters: the parameters; those that are frozen are reached all the same.
         expects_sparse: for each, whether the wrapper expects its gradient to be sparse.
     """
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
     zero: Tensor = _Touch.apply(expects_sparse, *parameters)  # type: ignore[no-untyped-call]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
     return zero

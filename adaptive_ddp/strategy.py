@@ -210,7 +210,8 @@ class AdaptiveDDPMixin(_DDPStrategy):
         if run is None:
             return super().training_step(*args, **kwargs)
         run.sat_out = False
-        if run.trainable.has_changed():
+        # Under manual optimization a step may toggle requires_grad on the way; between steps it should be at rest.
+        if not self._is_automatic and run.trainable.has_changed():
             run.change_seen = True
         with self._mended_step(run):
             output = super().training_step(*args, **kwargs)
@@ -231,7 +232,7 @@ class AdaptiveDDPMixin(_DDPStrategy):
 
         def training_step(*args: Any, **kwargs: Any) -> Any:
             output = original(*args, **kwargs)
-            return self._mend(run, output) if module.automatic_optimization else output
+            return self._mend(run, output) if self._is_automatic else output
 
         module.__dict__["training_step"] = training_step
         try:
@@ -244,6 +245,8 @@ class AdaptiveDDPMixin(_DDPStrategy):
 
     def _mend(self, run: _Run, output: Any) -> Any:
         """Replace a missing loss; under the flag, add a touch of every parameter to one that reaches none."""
+        if run.trainable.has_changed():
+            run.change_seen = True
         if output is None:
             return self._sit_out(run)
         if run.state is State.ON:
@@ -256,14 +259,13 @@ class AdaptiveDDPMixin(_DDPStrategy):
 
     def _sit_out(self, run: _Run) -> Tensor:
         run.sat_out = True
-        self._warn_of_sit_out()
-        trainable = [index for index, p in enumerate(run.reduction.parameters) if p.requires_grad]
-        return touch(
-            [run.reduction.parameters[index] for index in trainable],
-            [run.reduction.expects_sparse[index] for index in trainable],
-        )
+        self._warn_of_sit_out(run)
+        return touch(run.reduction.parameters, run.reduction.expects_sparse)
 
-    def _warn_of_sit_out(self) -> None:
+    def _warn_of_sit_out(self, run: _Run) -> None:
+        if run.change_seen:
+            # The rank may have trained what is not in the reducer yet.
+            return
         self._sit_outs += 1
         if str(self._sit_outs).rstrip("0") == "1":
             text = describe_sit_out(rank=self.global_rank, step=self._step_number, times=self._sit_outs)
@@ -282,7 +284,8 @@ class AdaptiveDDPMixin(_DDPStrategy):
             RuntimeError: on every rank, if the set of trainable parameters changed differently across ranks.
         """
         assert self.lightning_module is not None
-        closure_loss = self._mend_manual_loss(closure_loss)
+        if self._run is not None and not self._is_automatic:
+            closure_loss = self._mend_manual_loss(self._run, closure_loss)
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         synchronised = self._before_backward()
@@ -293,14 +296,13 @@ class AdaptiveDDPMixin(_DDPStrategy):
         self.post_backward(closure_loss)
         return closure_loss
 
-    def _mend_manual_loss(self, loss: Tensor) -> Tensor:
-        """Under manual optimization and the flag, do for a loss what :meth:`_mend` does in the wrapped forward."""
-        run = self._run
-        if run is None or run.state is not State.ON or run.rewrap_with_flag is not None:
-            return loss
-        if self.lightning_module is None or self.lightning_module.automatic_optimization:
-            return loss
+    def _mend_manual_loss(self, run: _Run, loss: Tensor) -> Tensor:
+        """Do for a loss of manual optimization what :meth:`_mend` does in the wrapped forward."""
         run.sat_out = False
+        if run.trainable.has_grown():
+            run.change_seen = True
+        if not self._wrapper.find_unused_parameters:
+            return loss
         if loss.requires_grad and not reaches_any(loss, run.reduction.parameter_set):
             return loss + self._sit_out(run)
         return loss
@@ -351,7 +353,7 @@ class AdaptiveDDPMixin(_DDPStrategy):
         self._reduce_outside(run)
         if sat_out:
             self._keep_scaler_content(run)
-        if self.lightning_module is not None and self.lightning_module.automatic_optimization:
+        if self._is_automatic:
             self._rewrap_if_due()
 
     def _finish_reduction(self, run: _Run) -> tuple[dict[int, Tensor | None], frozenset[int]]:
@@ -369,7 +371,7 @@ class AdaptiveDDPMixin(_DDPStrategy):
                     unused.setdefault(index, None)
         window.close()
         if len(finished.missing) == len(reduction.parameters):
-            self._warn_of_sit_out()
+            self._warn_of_sit_out(run)
         return unused, finished.missing
 
     # -- the ranks' agreement -----------------------------------------------------------------------------------------
@@ -534,6 +536,11 @@ class AdaptiveDDPMixin(_DDPStrategy):
     def _wrapper(self) -> DistributedDataParallel:
         assert isinstance(self.model, DistributedDataParallel)
         return self.model
+
+    @property
+    def _is_automatic(self) -> bool:
+        assert self.lightning_module is not None
+        return self.lightning_module.automatic_optimization
 
     @property
     def _step_number(self) -> int:

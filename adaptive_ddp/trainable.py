@@ -42,6 +42,11 @@ class TrainableSet:
         """Whether some parameter was frozen or unfrozen since."""
         return self.now() != self._flags
 
+    def has_grown(self) -> bool:
+        """Whether some parameter was unfrozen since, whatever was frozen."""
+        now = self.now()
+        return now != self._flags and any(new and not old for new, old in zip(now, self._flags, strict=True))
+
     def accept(self) -> None:
         """Take the set as it is now for the one to compare with."""
         self._flags = self.now()

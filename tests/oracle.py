@@ -30,8 +30,14 @@ class OracleStrategy(DDPStrategy):
         for name, tensor in model.state_dict().items():
             if name not in ignored:
                 dist.broadcast(tensor, 0)
-        self._parameters = [p for n, p in model.named_parameters() if n not in ignored and p.requires_grad]
-        self._handles = [p.register_post_accumulate_grad_hook(self._note) for p in self._parameters]
+        # Frozen ones too, since they may be unfrozen later.
+        self._parameters = [p for n, p in model.named_parameters() if n not in ignored]
+        self._handles = []
+        for parameter in self._parameters:
+            trainable = parameter.requires_grad
+            parameter.requires_grad_(True)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._note))
+            parameter.requires_grad_(trainable)
         return model
 
     def _note(self, parameter: torch.Tensor) -> None:
@@ -64,17 +70,16 @@ class OracleStrategy(DDPStrategy):
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
         if not self._accumulating:
-            for parameter in self._parameters:
-                self._reduce(parameter)
+            used = torch.tensor([id(parameter) in self._used for parameter in self._parameters]).int()
+            dist.all_reduce(used)
+            for parameter, used_by in zip(self._parameters, used.tolist(), strict=True):
+                if used_by:
+                    self._reduce(parameter)
             self._used.clear()
         return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
 
     def _reduce(self, parameter: torch.Tensor) -> None:
         world_size = dist.get_world_size()
-        used = torch.tensor([int(id(parameter) in self._used)])
-        dist.all_reduce(used)
-        if not used:
-            return
         mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         mine = mine.to_dense().contiguous()
         gathered = [torch.empty_like(mine) for _ in range(world_size)]
