@@ -31,10 +31,13 @@ class Obstacle(enum.Enum):
     SPARSE: it fails on a parameter with sparse gradients that is unused ("Expected sparse gradient to be defined").
     REENTRANT: it fails when a backward inside the backward reaches parameters, as under reentrant activation
         checkpointing ("Expected to mark a variable ready only once").
+    POWER_SGD: it exchanges its usage map while the buckets are under way, and PowerSGD starts collectives of its own
+        from there, in an order that is not the same on all ranks (a hang, or "collective mismatch").
     """
 
     SPARSE = "sparse gradients"
     REENTRANT = "reentrant activation checkpointing"
+    POWER_SGD = "PowerSGD"
 
 
 @dataclass(frozen=True)

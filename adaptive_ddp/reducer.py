@@ -17,6 +17,8 @@ the file of torch that defines it (read and run with torch 2.13.0):
 * ``Reducer._autograd_hook(index)``: what the reducer's own hook on a parameter calls when that parameter's gradient is
   ready (same file, ``autograd_hook``). A no-op while the reducer expects no gradients.
 * ``Reducer._remove_autograd_hooks``: takes the reducer's hooks off the parameters (same file).
+* ``DistributedDataParallel._comm_hooks``: the communication hooks that were registered, with their state
+  (``torch/nn/parallel/distributed.py``, ``register_comm_hook``).
 * ``DistributedDataParallel._build_params_for_reducer``: the reducer's parameters in the reducer's order, and which of
   them produce sparse gradients (``torch/nn/parallel/distributed.py``).
 """
@@ -30,6 +32,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.nn.parallel import DistributedDataParallel
 
 CHECKED_TORCH_VERSIONS = ("2.13.0",)
@@ -287,6 +290,11 @@ def dismantle(ddp: DistributedDataParallel) -> None:
     del reducer, ddp.reducer
 
 
+def uses_power_sgd(ddp: DistributedDataParallel) -> bool:
+    """Whether one of PowerSGD's hooks is registered on the wrapper, wrapped in another or not."""
+    return any(isinstance(state, PowerSGDState) for _, state in ddp._comm_hooks)
+
+
 def move_comm_hooks(old: DistributedDataParallel, new: DistributedDataParallel) -> None:
     """Register on a new wrapper the communication hooks that somebody registered on the old one.
 
@@ -298,12 +306,14 @@ def move_comm_hooks(old: DistributedDataParallel, new: DistributedDataParallel) 
         old: the dismantled wrapper.
         new: its successor. A hook that is registered on it already stays the only one.
     """
-    hooks: list[tuple[Any, Any]] = list(getattr(old, "_comm_hooks", ()))
+    hooks: list[tuple[Any, Any]] = old._comm_hooks
     for _, state in hooks:
-        for per_bucket in ("error_dict", "p_memory_dict", "q_memory_dict"):
-            getattr(state, per_bucket, {}).clear()
-        if hasattr(state, "error_dict") and not new.find_unused_parameters:
-            state.iter = 0
+        if isinstance(state, PowerSGDState):
+            state.error_dict.clear()
+            state.p_memory_dict.clear()
+            state.q_memory_dict.clear()
+            if not new.find_unused_parameters:
+                state.iter = 0
     if hooks and not new._comm_hooks:
         for hook, state in hooks:
             new.register_comm_hook(state, hook)

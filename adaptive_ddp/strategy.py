@@ -34,6 +34,7 @@ from adaptive_ddp.reducer import (
     move_comm_hooks,
     require_private_api,
     sparse_parameters,
+    uses_power_sgd,
 )
 from adaptive_ddp.report import (
     UnusedParametersWarning,
@@ -406,6 +407,8 @@ class AdaptiveDDPMixin(_DDPStrategy):
     ) -> None:
         """Decide from a usage map, on every rank alike."""
         obstacles = [Obstacle.SPARSE] if any(run.reduction.expects_sparse) else []
+        if uses_power_sgd(self._wrapper):
+            obstacles.append(Obstacle.POWER_SGD)
         if loss is not None and any(missed_by):
             reached = set(reached_parameters(loss))
             hidden = any(run.reduction.parameters[index] not in reached for index in reaching)
