@@ -21,12 +21,14 @@ from differential import Case, batches_of_this_rank, make_trainer, run_case
 from models import InMicroBatch, LateEverywhere, OnlyOnce, SomeRanks
 from pytorch_lightning import Callback, Trainer
 from ranks import RankError, Ranks
+from test_sit_out import scaled
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from adaptive_ddp import AdaptiveDDPStrategy, reducer, strategy, tally, window
 from adaptive_ddp.strategy import AdaptiveDDPMixin
 
 # A group in which ranks wait for each other is killed after this; with everything in place a case takes under a second.
-BOUND_S = 10.0
+BOUND_S = 5.0
 
 
 def without_finish() -> tuple[Any, str, Any]:
@@ -73,6 +75,31 @@ def without_the_buffers_rhythm() -> tuple[Any, str, Any]:
     return AdaptiveDDPMixin, "_rewrap_if_due", rewrap
 
 
+def without_mending() -> tuple[Any, str, Any]:
+    return AdaptiveDDPMixin, "_mend", lambda self, run, output: output
+
+
+def without_unsharing() -> tuple[Any, str, Any]:
+    return AdaptiveDDPMixin, "_unshare_sparse_gradients", lambda self, reduction: None
+
+
+def without_obstacles() -> tuple[Any, str, Any]:
+    original = strategy.decide
+    return strategy, "decide", lambda obstacles, **facts: original(**facts)
+
+
+def without_empty_sparse_gradients() -> tuple[Any, str, Any]:
+    return reducer, "empty_sparse_gradient", lambda parameter: None
+
+
+def without_reducing_outside() -> tuple[Any, str, Any]:
+    return AdaptiveDDPMixin, "_reduce_outside", lambda self, run: None
+
+
+def without_keeping_something_for_the_scaler() -> tuple[Any, str, Any]:
+    return AdaptiveDDPMixin, "_keep_scaler_content", lambda self, run: None
+
+
 def run_without(take_away: Callable[[], tuple[Any, str, Any]], case: Case) -> bool:
     """Whether the case goes wrong on this rank without the mechanism; it may also hang or raise."""
     owner, name, replacement = take_away()
@@ -104,6 +131,34 @@ TAKEN_AWAY = {
     "the window": (without_the_window, case(InMicroBatch(0, 2, 0, 1), trainer={"accumulate_grad_batches": 2})),
     "the end of the fit": (without_looking_at_the_end_of_the_fit, case(OnlyOnce(4, 0))),
     "reading one step later": (without_the_reading_of_the_step_before, case(OnlyOnce(2, 0))),
+    "mending, off": (
+        without_mending,
+        Case(partial(models.SitsOut, models.all_used, (1,), (0,), "None"), references=("oracle",)),
+    ),
+    "mending, on": (
+        without_mending,
+        Case(partial(models.SitsOut, models.never_last, (3,), (0,), "unreached"), references=("oracle",)),
+    ),
+    "copies of sparse gradients": (
+        without_unsharing,
+        Case(partial(models.SparseBranches, models.all_used), references=("oracle",)),
+    ),
+    "empty sparse gradients": (
+        without_empty_sparse_gradients,
+        Case(partial(models.SparseBranches, models.never_last), references=("oracle",)),
+    ),
+    "obstacles, reentrant": (
+        without_obstacles,
+        Case(partial(models.CheckpointedBranches, models.never_last), references=("oracle",)),
+    ),
+    "obstacles, sparse": (
+        without_obstacles,
+        Case(partial(models.SparseBranches, models.never_last), references=("oracle",)),
+    ),
+    "reducing what is outside": (
+        without_reducing_outside,
+        Case(partial(models.Freezes, models.all_used, {2: {1: True}}, {1: False}), references=("oracle",)),
+    ),
     "the buffers' rhythm": (without_the_buffers_rhythm, Case(partial(models.Gan, False), references=("flag",))),
 }
 
@@ -117,6 +172,58 @@ def test_it_goes_wrong_without(ranks: Ranks, name: str) -> None:
     except RankError:
         return
     assert any(wrong)
+
+
+def scaled_without(take_away: Callable[[], tuple[Any, str, Any]]) -> str:
+    owner, name, replacement = take_away()
+    original = getattr(owner, name)
+    setattr(owner, name, replacement)
+    try:
+        scaled((0, 1), models.all_used)
+    except AssertionError as error:
+        return str(error)
+    finally:
+        setattr(owner, name, original)
+    return ""
+
+
+def test_a_scaler_fails_on_a_step_that_all_ranks_sit_out_without_content(ranks: Ranks) -> None:
+    for error in ranks(2).run(scaled_without, without_keeping_something_for_the_scaler):
+        assert "No inf checks were recorded" in error
+
+
+class Hooked(Callback):
+    """Counts calls of a communication hook that is registered once, at the start."""
+
+    def on_train_start(self, trainer: Trainer, *args: Any) -> None:
+        self.calls = 0
+
+        def hook(state: None, bucket: dist.GradBucket) -> Any:
+            self.calls += 1
+            return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
+
+        hook.__annotations__ = {}
+        trainer.strategy.model.register_comm_hook(None, hook)
+
+
+def calls_of_a_comm_hook(move: Callable[[Any, Any], None]) -> int:
+    original, strategy.move_comm_hooks = strategy.move_comm_hooks, move
+    hooked = Hooked()
+    try:
+        trainer = make_trainer(AdaptiveDDPStrategy(), [hooked])
+        trainer.fit(models.Branches(models.never_last), batches_of_this_rank(Case(models.Branches, 3)))
+    finally:
+        strategy.move_comm_hooks = original
+    return hooked.calls
+
+
+def move_nothing(old: Any, new: Any) -> None:
+    pass
+
+
+def test_a_comm_hook_is_lost_unless_it_is_moved(ranks: Ranks) -> None:
+    assert ranks(2).run(calls_of_a_comm_hook, move_nothing) == [1, 1]
+    assert ranks(2).run(calls_of_a_comm_hook, reducer.move_comm_hooks) == [3, 3]
 
 
 class HoldsTheWrapper(Callback):

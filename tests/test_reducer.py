@@ -17,6 +17,7 @@ from models import WIDTH, Branches, OnlyOnce, SomeRanks, Usage, WideBranches, al
 from ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 
 import adaptive_ddp.reducer
 from adaptive_ddp import finish_reduction
@@ -121,6 +122,21 @@ def dismantled() -> tuple[bool, bool, bool]:
 
 def test_a_dismantled_wrapper_leaves_nothing_behind(ranks: Ranks) -> None:
     assert ranks(2).run(dismantled) == [(True, True, False)] * 2
+
+
+def hooks_of_mixed_precision() -> tuple[int, int]:
+    policy = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    before = sum(len(part._forward_pre_hooks) for part in module.modules())
+    ddp = DistributedDataParallel(module, mixed_precision=policy)
+    wrapped = sum(len(part._forward_pre_hooks) for part in module.modules())
+    dismantle(ddp)
+    return wrapped - before, sum(len(part._forward_pre_hooks) for part in module.modules()) - before
+
+
+def test_dismantling_takes_the_hooks_of_ddps_mixed_precision_off(ranks: Ranks) -> None:
+    # That precision runs on an accelerator only; its hooks are there anyway.
+    assert ranks(1).run(hooks_of_mixed_precision) == [(4, 0)]
 
 
 def names_of(module: nn.Module) -> list[str]:
