@@ -174,8 +174,6 @@ def _braces(components: Sequence[str]) -> str:
     if len(components) == 1:
         return components[0]
     written = list(_runs(components))
-    if len(written) == 1:
-        return written[0]
     if len(written) > _MAX_NAMES_IN_BRACES:
         hidden = len(written) - _MAX_NAMES_IN_BRACES + 1
         written = [*written[: _MAX_NAMES_IN_BRACES - 1], f"and {hidden} more"]
@@ -183,7 +181,7 @@ def _braces(components: Sequence[str]) -> str:
 
 
 def _runs(components: Iterable[str]) -> Iterable[str]:
-    """Consecutive numbers as ranges, where that is shorter: 0, 1, 2, 3 is ``{0..3}``."""
+    """Consecutive numbers as ranges, where that is shorter: 0, 1, 2, 3 is ``0..3``."""
     positions: list[list[str]] = []
     for component in components:
         last = positions[-1][-1] if positions else ""
@@ -193,6 +191,6 @@ def _runs(components: Iterable[str]) -> Iterable[str]:
             positions.append([component])
     for run in positions:
         if len(run) > 2:
-            yield f"{{{run[0]}..{run[-1]}}}"
+            yield f"{run[0]}..{run[-1]}"
         else:
             yield from run

@@ -59,7 +59,7 @@ def names(*written: str) -> list[str]:
         (["a.weight", "b.weight"], ["{a,b}.weight"]),
         (["a.weight", "a.bias", "b.weight"], ["a.{weight,bias}", "b.weight"]),
         ([f"layers.{n}.weight" for n in range(12)], ["layers.{0..11}.weight"]),
-        ([f"layers.{n}.weight" for n in (0, 1, 2, 5)], ["layers.{{0..2},5}.weight"]),
+        ([f"layers.{n}.weight" for n in (0, 1, 2, 5)], ["layers.{0..2,5}.weight"]),
         ([f"layers.{n}.weight" for n in (3, 7)], ["layers.{3,7}.weight"]),
         (["a.0.w", "a.1.w", "a.2.w", "a.2.b"], ["a.{0,1}.w", "a.2.{w,b}"]),
         (
