@@ -7,7 +7,7 @@ from typing import Any
 
 import models
 import pytest
-from differential import Case, Outcome, run_case
+from differential import Case, Outcome, compare, run_case, train
 from models import InMicroBatch, LateEverywhere, OnlyOnce, SomeRanks
 from ranks import Ranks
 
@@ -60,6 +60,20 @@ def test_a_clean_model_ends_with_the_bits_of_plain_ddp(ranks: Ranks, world_size:
     for outcome in run(ranks, world_size, case):
         assert outcome.flags == [False] * 8
         assert outcome.warnings == []
+
+
+def plain_against_the_flag() -> tuple[int, int]:
+    case = Case(partial(models.Branches, models.all_used))
+    plain, flag = train(case, "plain")[0], train(case, "flag")[0]
+    return len(compare(plain, flag, None)), len(compare(plain, flag, 1e-6))
+
+
+def test_on_four_ranks_plain_ddp_and_the_flag_differ(ranks: Ranks) -> None:
+    # The reason for numbers that add up exactly. It fails when torch's reductions no longer depend on the buckets.
+    for bits, beyond_rounding in ranks(4).run(plain_against_the_flag):
+        assert bits > 0
+        assert beyond_rounding == 0
+    assert ranks(2).run(plain_against_the_flag) == [(0, 0)] * 2
 
 
 @pytest.mark.parametrize("missing_ranks", [(0,), (1,), (2,), (0, 2), (1, 2)])
