@@ -251,7 +251,7 @@ class AdaptiveDDPMixin(_DDPStrategy):
         if output is None:
             return self._sit_out(run)
         if run.state is State.ON:
-            loss = output["loss"] if isinstance(output, Mapping) else output
+            loss = output.get("loss") if isinstance(output, Mapping) else output
             if isinstance(loss, Tensor) and loss.requires_grad and not reaches_any(loss, run.reduction.parameter_set):
                 # With the flag off this shows after the backward, at no cost; here the others would wait for ever.
                 loss = loss + self._sit_out(run)
@@ -478,6 +478,7 @@ class AdaptiveDDPMixin(_DDPStrategy):
         began = time.perf_counter()
         flag = run.rewrap_with_flag
         old = self._wrapper
+        run.window.close()
         # What is kept of the run would keep the old buckets alive.
         self._run = run = None
         dismantle(old)
@@ -525,8 +526,12 @@ class AdaptiveDDPMixin(_DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        """Unwrap the module."""
-        self._run = None
+        """Unwrap the module, also after an exception, and leave no hook on it."""
+        if self._run is not None:
+            self._run.window.close()
+            self._run = None
+            # A traceback may keep the wrapper alive, whose hooks would disturb the next one.
+            dismantle(self._wrapper)
         self._share_sparse_gradients()
         if isinstance(self.model, DistributedDataParallel):
             # Done before Lightning does it, whose teardown recommends static_graph=True for this very class.

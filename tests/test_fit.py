@@ -138,6 +138,51 @@ def test_a_second_fit_starts_with_the_flag_off(ranks: Ranks) -> None:
         assert hooks_left == [False, False]
 
 
+class Fails(models.Branches):
+    """Fails in the first epoch, at a place of its own choice, on all ranks."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(LateEverywhere(3))
+        self.where = where
+
+    def fail_at(self, where: str, batch_idx: int) -> None:
+        if where == self.where and batch_idx == 1 and not getattr(self, "failed", False):
+            self.failed = True
+            raise OSError(where)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.fail_at("forward", batch_idx)
+        if self.where == "backward":
+            loss.register_hook(lambda gradient: self.fail_at("backward", batch_idx))
+        return loss
+
+    def on_after_backward(self) -> None:
+        self.fail_at("hook", self.trainer.fit_loop.batch_idx)
+
+
+def fit_again_after(where: str) -> tuple[list[str], list[float]]:
+    seed_everything(7, verbose=False)
+    model = Fails(where)
+    # Kept, as an interactive session keeps the last traceback with all its frames.
+    errors = []
+    for _ in range(2):
+        try:
+            make_trainer(AdaptiveDDPStrategy()).fit(model, batches_of_this_rank(Case(models.Branches)))
+        except OSError as error:
+            errors.append(error)
+    hooks = [p for p in model.parameters() if p._post_accumulate_grad_hooks]
+    assert hooks == []
+    return [str(error) for error in errors], model.trunk.weight.flatten().tolist()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "hook"])
+def test_a_fit_after_one_that_failed(ranks: Ranks, where: str) -> None:
+    first, second = ranks(2).run(fit_again_after, where)
+    assert first == second
+    assert first[0] == [where]
+
+
 class WithOtherLoops(models.Branches):
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         self.log("validated", self.branches[2](batch).mean(), sync_dist=True)
