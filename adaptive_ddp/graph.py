@@ -59,9 +59,16 @@ def touch(parameters: Sequence[Tensor], expects_sparse: Sequence[bool]) -> Tenso
     Only where the wrapper insists on a sparse gradient, an empty one is brought.
 
     Args:
-        parameters: the parameters; those that are frozen are reached all the same.
+        parameters: the parameters; those that are frozen are reached all the same, except that a frozen one with
+            sparse gradients cannot be brought one, and is left out.
         expects_sparse: for each, whether the wrapper expects its gradient to be sparse.
     """
+    reachable = [
+        (p, sparse) for p, sparse in zip(parameters, expects_sparse, strict=True) if p.requires_grad or not sparse
+    ]
+    if not reachable:
+        return torch.zeros((), requires_grad=True)
+    parameters, expects_sparse = zip(*reachable, strict=True)
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(True)

@@ -99,7 +99,9 @@ class _Run:
     open_step: _Step | None = None
     # Seen on this rank since the last synchronised backward: the trainable parameters are not those of the wrapper.
     change_seen: bool = False
-    # Agreed by all ranks: what is trainable now and not in the reducer. Reduced here until the module is rewrapped.
+    # Of those, what was trainable in some backward since and is not in the reducer: it may hold a gradient.
+    unfrozen: set[int] = field(default_factory=set)
+    # Agreed by all ranks: what has become trainable and is not in the reducer. Reduced here until the rewrap.
     outside: list[int] = field(default_factory=list)
     # The current step has no loss of its own on this rank; what it leaves unused is noted before its backward.
     sat_out: bool = False
@@ -248,6 +250,7 @@ class AdaptiveDDPMixin(_DDPStrategy):
         """Replace a missing loss; under the flag, add a touch of every parameter to one that reaches none."""
         if run.trainable.has_changed():
             run.change_seen = True
+            run.unfrozen.update(run.trainable.unfrozen())
         if output is None:
             return self._sit_out(run)
         if run.state is State.ON:
@@ -300,8 +303,9 @@ class AdaptiveDDPMixin(_DDPStrategy):
     def _mend_manual_loss(self, run: _Run, loss: Tensor) -> Tensor:
         """Do for a loss of manual optimization what :meth:`_mend` does in the wrapped forward."""
         run.sat_out = False
-        if run.trainable.has_grown():
+        if unfrozen := run.trainable.unfrozen():
             run.change_seen = True
+            run.unfrozen.update(unfrozen)
         if not self._wrapper.find_unused_parameters:
             return loss
         if loss.requires_grad and not reaches_any(loss, run.reduction.parameter_set):
@@ -432,12 +436,13 @@ class AdaptiveDDPMixin(_DDPStrategy):
 
     def _agree_on_trainable_set(self, run: _Run, step: _Step) -> None:
         """Go on with the set of trainable parameters that all ranks have now, or raise if it is not the same."""
+        size = len(run.trainable.names)
         now = [index for index, trainable in enumerate(run.trainable.now()) if trainable]
-        counts = run.exchange.count(now, len(run.trainable.names))
+        run.unfrozen.update(run.trainable.unfrozen())
+        counts = run.exchange.count([*now, *(size + index for index in run.unfrozen)], 2 * size)
         if step.tally.read().changed < run.exchange.world_size or not set(counts) <= {0, run.exchange.world_size}:
             self._raise_split(run, step)
-        inside = run.reduction.parameter_set
-        run.outside = [index for index in now if run.trainable.parameters[index] not in inside]
+        run.outside = sorted(run.unfrozen)
         run.trainable.accept()
         # With nothing left to train there is nothing to wrap; the old wrapper stays until there is.
         run.rewrap_with_flag = False if now else None

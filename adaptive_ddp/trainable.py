@@ -42,10 +42,12 @@ class TrainableSet:
         """Whether some parameter was frozen or unfrozen since."""
         return self.now() != self._flags
 
-    def has_grown(self) -> bool:
-        """Whether some parameter was unfrozen since, whatever was frozen."""
+    def unfrozen(self) -> list[int]:
+        """The parameters that were unfrozen since, by their places."""
         now = self.now()
-        return now != self._flags and any(new and not old for new, old in zip(now, self._flags, strict=True))
+        if now == self._flags:
+            return []
+        return [index for index, (new, old) in enumerate(zip(now, self._flags, strict=True)) if new and not old]
 
     def accept(self) -> None:
         """Take the set as it is now for the one to compare with."""

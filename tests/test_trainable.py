@@ -64,6 +64,26 @@ def test_a_change_in_the_middle_of_an_accumulation(ranks: Ranks, batch: int, vie
         run(ranks, case)
 
 
+@pytest.mark.parametrize("batches", [(3, 4), (4, 5), (3, 5)])
+def test_a_parameter_that_is_trainable_for_a_part_of_a_window(ranks: Ranks, batches: tuple[int, int]) -> None:
+    unfrozen, frozen = batches
+    model = partial(Freezes, models.all_used, {unfrozen: {1: ON}, frozen: {1: OFF}}, {1: OFF})
+    run(ranks, Case(model, batches=9, trainer={"accumulate_grad_batches": 3}, references=("oracle",)))
+
+
+class FrozenSparse(models.SparseBranches):
+    """Rank 1 sits out while a table with sparse gradients is frozen."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor | None:
+        self.tables[1].requires_grad_(batch_idx != 2)
+        return None if batch_idx == 2 and dist.get_rank() == 1 else super().training_step(batch, batch_idx)
+
+
+def test_sitting_out_while_a_sparse_parameter_is_frozen(ranks: Ranks) -> None:
+    for usage in (models.all_used, models.never_last):
+        run(ranks, Case(partial(FrozenSparse, usage), references=("oracle",)))
+
+
 def moved(contender: str) -> list[bool]:
     """Whether branch 1 moved in each step, under AdamW, which moves a parameter whose gradient is zero."""
     seed_everything(7, verbose=False)
