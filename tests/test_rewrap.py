@@ -105,6 +105,23 @@ def test_power_sgd_survives_a_changed_trainable_set(ranks: Ranks) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def model_averaging(contender: str, usage: models.Usage) -> dict[str, torch.Tensor]:
+    """Lightning's post-local SGD: on CPU it averages the models, but registers no hook."""
+    seed_everything(7, verbose=False)
+    state, hook = post_local_sgd()
+    strategy = CONTENDERS[contender](ddp_comm_state=state, ddp_comm_hook=hook, model_averaging_period=2)
+    model = models.Branches(usage)
+    make_trainer(strategy).fit(model, batches_of_this_rank(Case(models.Branches, 6)))
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("usage", USAGES, ids=repr)
+def test_model_averaging_goes_on(ranks: Ranks, usage: models.Usage) -> None:
+    expected = ranks(2).run(model_averaging, "flag", usage)[0]
+    for weights in ranks(2).run(model_averaging, "adaptive", usage):
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
 def lightning_registers_on_cpu() -> list[int]:
     counts = []
 
