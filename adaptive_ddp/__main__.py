@@ -326,7 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m adaptive_ddp",
         description="Train a model whose ranks differ in the parameters they use, under three strategies, and compare.",
-        epilog="The exit status is 0 only if ddp_adaptive is right on over 90 %% of new images and its weights equal"
+        epilog="The exit status is 0 only if ddp_adaptive is right on over 90 % of new images and its weights equal"
         " those of ddp_find_unused_parameters_true: bit for bit, or within 1e-6 relative if N is no power of two.",
     )
     parser.add_argument("--devices", type=_positive, default=2, metavar="N", help="number of ranks (default: 2)")

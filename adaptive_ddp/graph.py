@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adaptive_ddp.reducer import empty_sparse_gradient
-
 
 def reached_parameters(loss: Tensor) -> Iterator[Tensor]:
     """Yield the leaves that a backward from ``loss`` will reach, as they are found; each one once.
@@ -43,36 +41,27 @@ def reaches_any(loss: Tensor, parameters: frozenset[Tensor]) -> bool:
 
 class _Touch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, expects_sparse: Sequence[bool], *parameters: Tensor) -> Tensor:
-        ctx.sparse = [p if sparse else None for p, sparse in zip(parameters, expects_sparse, strict=True)]
-        return parameters[0].new_zeros((), dtype=torch.float32)
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        ctx.count = len(parameters)
+        return parameters[0].new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        return (None, *(None if parameter is None else empty_sparse_gradient(parameter) for parameter in ctx.sparse))
+        return (None,) * ctx.count
 
 
-def touch(parameters: Sequence[Tensor], expects_sparse: Sequence[bool]) -> Tensor:
+def touch(parameters: Sequence[Tensor]) -> Tensor:
     """A zero whose backward reaches every parameter and brings none of them a gradient.
 
     The hooks of all of them fire, so a DDP wrapper reduces this rank's zeros and counts it as having used nothing.
-    Only where the wrapper insists on a sparse gradient, an empty one is brought.
 
     Args:
-        parameters: the parameters; those that are frozen are reached all the same, except that a frozen one with
-            sparse gradients cannot be brought one, and is left out.
-        expects_sparse: for each, whether the wrapper expects its gradient to be sparse.
+        parameters: the parameters, none of which has sparse gradients; those that are frozen are reached all the same.
     """
-    reachable = [
-        (p, sparse) for p, sparse in zip(parameters, expects_sparse, strict=True) if p.requires_grad or not sparse
-    ]
-    if not reachable:
-        return torch.zeros((), requires_grad=True)
-    parameters, expects_sparse = zip(*reachable, strict=True)
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(True)
-    zero: Tensor = _Touch.apply(expects_sparse, *parameters)  # type: ignore[no-untyped-call]
+    zero: Tensor = _Touch.apply(*parameters)  # type: ignore[no-untyped-call]
     for parameter in frozen:
         parameter.requires_grad_(False)
     return zero

@@ -103,9 +103,10 @@ class _Run:
     unfrozen: set[int] = field(default_factory=set)
     # Agreed by all ranks: what has become trainable and is not in the reducer. Reduced here until the rewrap.
     outside: list[int] = field(default_factory=list)
-    # The current step has no loss of its own on this rank; what it leaves unused is noted before its backward.
+    # The current step has no loss of its own on this rank.
     sat_out: bool = False
-    unused_by_sitting_out: dict[int, Tensor | None] = field(default_factory=dict)
+    # A usage map that is known to all, while some rank has had no graph to look for obstacles in.
+    undecided: tuple[_Step, list[int]] | None = None
 
 
 class AdaptiveDDPMixin(_DDPStrategy):
@@ -264,7 +265,10 @@ class AdaptiveDDPMixin(_DDPStrategy):
     def _sit_out(self, run: _Run) -> Tensor:
         run.sat_out = True
         self._warn_of_sit_out(run)
-        return touch(run.reduction.parameters, run.reduction.expects_sparse)
+        if self._wrapper.find_unused_parameters:
+            # Under the flag no reduction starts before some hook has fired.
+            return touch(run.reduction.parameters)
+        return torch.zeros((), device=run.reduction.device, requires_grad=True)
 
     def _warn_of_sit_out(self, run: _Run) -> None:
         if run.change_seen:
@@ -320,11 +324,6 @@ class AdaptiveDDPMixin(_DDPStrategy):
         synchronised: bool = self._wrapper.require_backward_grad_sync
         if not self._wrapper.find_unused_parameters and (run.state is State.PROBE or not synchronised):
             run.window.open(record_all=run.state is State.PROBE)
-        if run.sat_out:
-            # Not before, since Lightning sets gradients to None between the step and its backward.
-            run.unused_by_sitting_out = {
-                index: None for index, parameter in enumerate(run.reduction.parameters) if parameter.grad is None
-            }
         return synchronised
 
     def _finish_backward(self, loss: Tensor) -> None:
@@ -350,6 +349,9 @@ class AdaptiveDDPMixin(_DDPStrategy):
                 self._raise_split(run, earlier)
             if count.missing and run.state is State.WATCH:
                 self._decide(run, earlier, self._missed_by(run, earlier), loss, reaching)
+        if run.undecided is not None:
+            (undecided, missed_by), run.undecided = run.undecided, None
+            self._decide(run, undecided, missed_by, loss, reaching)
         if waiting or run.state is State.PROBE:
             self._settle(run, step, loss, reaching)
         else:
@@ -366,16 +368,14 @@ class AdaptiveDDPMixin(_DDPStrategy):
         window, reduction = run.window, run.reduction
         finished = reduction.finish(is_used=window.received)
         unused = finished.unused
-        if run.sat_out:
-            unused.update(run.unused_by_sitting_out)
-        elif run.state is State.PROBE:
+        if run.state is State.PROBE:
             # To the reducer a parameter whose hook fired is ready, even if the backward brought it no gradient (a
             # custom autograd function that returned None). The window tells the two apart.
             for index in range(len(reduction.parameters)):
                 if not window.received(index):
                     unused.setdefault(index, None)
         window.close()
-        if len(finished.missing) == len(reduction.parameters):
+        if len(finished.missing) == len(reduction.parameters) and not run.sat_out:
             self._warn_of_sit_out(run)
         return unused, finished.missing
 
@@ -409,15 +409,19 @@ class AdaptiveDDPMixin(_DDPStrategy):
     def _decide(
         self, run: _Run, step: _Step, missed_by: list[int], loss: Tensor | None, reaching: frozenset[int]
     ) -> None:
-        """Decide from a usage map, on every rank alike."""
+        """Decide from a usage map, on every rank alike; or put it off while a rank has no graph to look into."""
         obstacles = [Obstacle.SPARSE] if any(run.reduction.expects_sparse) else []
         if uses_power_sgd(self._wrapper):
             obstacles.append(Obstacle.POWER_SGD)
         if loss is not None and any(missed_by):
             reached = set(reached_parameters(loss))
-            hidden = any(run.reduction.parameters[index] not in reached for index in reaching)
-            if run.exchange.count([0] if hidden else [], 1)[0]:
+            is_hidden = any(run.reduction.parameters[index] not in reached for index in reaching)
+            hidden, without_graph = run.exchange.count([0] * is_hidden + [1] * (not reaching), 2)
+            if hidden:
                 obstacles.append(Obstacle.REENTRANT)
+            elif without_graph:
+                run.undecided = step, missed_by
+                return
         self._decision = decide(
             step=step.number,
             world_size=run.exchange.world_size,
@@ -519,14 +523,15 @@ class AdaptiveDDPMixin(_DDPStrategy):
         run = self._run
         if run is None:
             return
-        step, run.open_step = run.open_step, None
-        if step is None:
-            return
-        count = step.tally.read()
-        if count.changed:
-            self._raise_split(run, step)
-        if count.missing and run.state is State.WATCH:
-            self._decide(run, step, self._missed_by(run, step), None, frozenset())
+        step = run.open_step
+        if step is not None:
+            count = step.tally.read()
+            if count.changed:
+                self._raise_split(run, step)
+            if count.missing and run.state is State.WATCH and run.undecided is None:
+                run.undecided = step, self._missed_by(run, step)
+        if run.undecided is not None:
+            self._decide(run, *run.undecided, None, frozenset())
             self._rewrap_if_due()
 
     @override
