@@ -14,7 +14,7 @@ from models import LateEverywhere, SomeRanks
 from pytorch_lightning.plugins.precision import MixedPrecision
 from ranks import Ranks
 
-from adaptive_ddp import AdaptiveDDPStrategy
+from adaptive_ddp import AdaptiveDDPStrategy, State
 from adaptive_ddp.report import describe_sit_out
 
 
@@ -91,6 +91,26 @@ class SitsOutOfSparse(models.SparseBranches):
 @pytest.mark.parametrize("model", [SitsOutOfFinish, SitsOutOfSparse])
 def test_in_finish(ranks: Ranks, model: Any, usage: models.Usage) -> None:
     run(ranks, Case(partial(model, usage), references=("oracle",)))
+
+
+def test_in_one_micro_batch_with_sparse_gradients(ranks: Ranks) -> None:
+    for usage in (models.never_last, LateEverywhere(2)):
+        case = Case(partial(SitsOutOfSparse, usage), batches=6, references=("oracle",))
+        case.trainer = {"accumulate_grad_batches": 2}
+        run(ranks, case)
+
+
+class AllSitOutOfFinish(models.CheckpointedBranches):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor | None:
+        return None if batch_idx == 3 else super().training_step(batch, batch_idx)
+
+
+def test_the_decision_waits_for_a_graph_to_look_into(ranks: Ranks) -> None:
+    # Rank 1 misses something in batch 2; the ranks would decide in batch 3, in which nobody has a graph.
+    case = Case(partial(AllSitOutOfFinish, SomeRanks(2, 1)), batches=7, references=("oracle",))
+    for outcome in run(ranks, case):
+        assert outcome.final_decision.state is State.FINISH
+        assert outcome.final_decision.step == 3
 
 
 @pytest.mark.parametrize("how", ["None", "unreached"])
