@@ -82,6 +82,8 @@ class _Step:
     tally: PostedTally
     # The parameters that are unused on this rank, with the gradients they had before: the reducer's index of each.
     unused: dict[int, Tensor | None]
+    # This rank's backward, where something is missing; the graph is gone with the step, what it hides is not.
+    hides_parameters: bool
 
 
 @dataclass
@@ -107,6 +109,12 @@ class _Run:
     sat_out: bool = False
     # A usage map that is known to all, while some rank has had no graph to look for obstacles in.
     undecided: tuple[_Step, list[int]] | None = None
+
+
+def _hides_parameters(run: _Run, loss: Tensor, reaching: frozenset[int]) -> bool:
+    """Whether the backward of a loss reached some of the reducer's parameters outside the graph of that loss."""
+    reached = set(reached_parameters(loss))
+    return any(run.reduction.parameters[index] not in reached for index in reaching)
 
 
 class AdaptiveDDPMixin(_DDPStrategy):
@@ -337,21 +345,21 @@ class AdaptiveDDPMixin(_DDPStrategy):
         unused, missing = ({}, frozenset()) if self._wrapper.find_unused_parameters else self._finish_reduction(run)
         reaching = frozenset(range(len(run.reduction.parameters))) - missing
         sat_out = run.sat_out or not reaching
+        hides = bool(unused) and run.state in (State.PROBE, State.WATCH) and _hides_parameters(run, loss, reaching)
         changed, run.change_seen = run.change_seen, False
         waiting = bool(unused) or sat_out or changed
         tally = run.exchange.post(waiting=waiting, missing=bool(unused) and not sat_out, changed=changed)
-        step = _Step(self._step_number, tally, unused)
+        step = _Step(self._step_number, tally, unused, hides)
         earlier, run.open_step = run.open_step, None
         if earlier is not None:
             # Every rank has read, or now reads, the tally of the step before.
             count = earlier.tally.read()
             if count.changed:
                 self._raise_split(run, earlier)
-            if count.missing and run.state is State.WATCH:
-                self._decide(run, earlier, self._missed_by(run, earlier), loss, reaching)
+            if count.missing and run.state is State.WATCH and run.undecided is None:
+                run.undecided = earlier, self._missed_by(run, earlier)
         if run.undecided is not None:
-            (undecided, missed_by), run.undecided = run.undecided, None
-            self._decide(run, undecided, missed_by, loss, reaching)
+            self._decide(run, *run.undecided, loss, reaching)
         if waiting or run.state is State.PROBE:
             self._settle(run, step, loss, reaching)
         else:
@@ -398,7 +406,7 @@ class AdaptiveDDPMixin(_DDPStrategy):
                     run.reduction.restore(index, gradient)
         if count.changed:
             self._agree_on_trainable_set(run, step)
-        elif run.state in (State.PROBE, State.WATCH) and count.missing:
+        elif run.state in (State.PROBE, State.WATCH) and count.missing and run.undecided is None:
             self._decide(run, step, missed_by or self._missed_by(run, step), loss, reaching)
         elif probing and not count.waiting:
             self._decide(run, step, [0] * len(run.reduction.parameters), loss, reaching)
@@ -413,15 +421,16 @@ class AdaptiveDDPMixin(_DDPStrategy):
         obstacles = [Obstacle.SPARSE] if any(run.reduction.expects_sparse) else []
         if uses_power_sgd(self._wrapper):
             obstacles.append(Obstacle.POWER_SGD)
-        if loss is not None and any(missed_by):
-            reached = set(reached_parameters(loss))
-            is_hidden = any(run.reduction.parameters[index] not in reached for index in reaching)
-            hidden, without_graph = run.exchange.count([0] * is_hidden + [1] * (not reaching), 2)
+        if any(missed_by):
+            hides = step.hides_parameters or (loss is not None and _hides_parameters(run, loss, reaching))
+            lacks_graph = loss is not None and not reaching
+            hidden, without_graph = run.exchange.count([0] * hides + [1] * lacks_graph, 2)
             if hidden:
                 obstacles.append(Obstacle.REENTRANT)
             elif without_graph:
                 run.undecided = step, missed_by
                 return
+        run.undecided = None
         self._decision = decide(
             step=step.number,
             world_size=run.exchange.world_size,

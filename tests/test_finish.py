@@ -43,6 +43,13 @@ def test_reentrant_checkpointing_with_unused_parameters(ranks: Ranks, model: Any
     assert "cannot serve reentrant activation checkpointing" in str(outcome.final_decision)
 
 
+def test_an_obstacle_is_seen_in_a_miss_of_the_last_step(ranks: Ranks) -> None:
+    case = Case(partial(models.CheckpointedBranches, OnlyOnce(4, 1)), references=("oracle",))
+    for outcome in run(ranks, case):
+        assert outcome.final_decision.state is State.FINISH
+        assert outcome.final_decision.step == 5
+
+
 @pytest.mark.parametrize("bag", [False, True])
 @pytest.mark.parametrize("usage", USAGES, ids=repr)
 def test_sparse_gradients_with_unused_parameters(ranks: Ranks, usage: models.Usage, bag: bool) -> None:
