@@ -350,14 +350,7 @@ class AdaptiveDDPMixin(_DDPStrategy):
         waiting = bool(unused) or sat_out or changed
         tally = run.exchange.post(waiting=waiting, missing=bool(unused) and not sat_out, changed=changed)
         step = _Step(self._step_number, tally, unused, hides)
-        earlier, run.open_step = run.open_step, None
-        if earlier is not None:
-            # Every rank has read, or now reads, the tally of the step before.
-            count = earlier.tally.read()
-            if count.changed:
-                self._raise_split(run, earlier)
-            if count.missing and run.state is State.WATCH and run.undecided is None:
-                run.undecided = earlier, self._missed_by(run, earlier)
+        self._look_back(run)
         if run.undecided is not None:
             self._decide(run, *run.undecided, loss, reaching)
         if waiting or run.state is State.PROBE:
@@ -388,6 +381,17 @@ class AdaptiveDDPMixin(_DDPStrategy):
         return unused, finished.missing
 
     # -- the ranks' agreement -----------------------------------------------------------------------------------------
+
+    def _look_back(self, run: _Run) -> None:
+        """Read the tally of the step before, which every rank has read by now or reads here."""
+        step, run.open_step = run.open_step, None
+        if step is None:
+            return
+        count = step.tally.read()
+        if count.changed:
+            self._raise_split(run, step)
+        if count.missing and run.state is State.WATCH and run.undecided is None:
+            run.undecided = step, self._missed_by(run, step)
 
     def _settle(self, run: _Run, step: _Step, loss: Tensor, reaching: frozenset[int]) -> None:
         """Read a tally in its own step, and act on it."""
@@ -532,13 +536,7 @@ class AdaptiveDDPMixin(_DDPStrategy):
         run = self._run
         if run is None:
             return
-        step = run.open_step
-        if step is not None:
-            count = step.tally.read()
-            if count.changed:
-                self._raise_split(run, step)
-            if count.missing and run.state is State.WATCH and run.undecided is None:
-                run.undecided = step, self._missed_by(run, step)
+        self._look_back(run)
         if run.undecided is not None:
             self._decide(run, *run.undecided, None, frozenset())
             self._rewrap_if_due()
