@@ -139,7 +139,7 @@ class Reduction:
             range(len(self.parameters)), key=lambda index: (self.expects_sparse[index], self.parameters[index].numel())
         )
 
-    def finish(self, is_used: Callable[[int], bool]) -> Finished:
+    def finish(self, is_used: Callable[[int], bool], *, wakes: bool = True) -> Finished:
         """Fire the hooks that this rank's backward did not fire, and so finish the reduction.
 
         Call it right after a synchronised backward, on every rank, before any other collective. A rank with nothing
@@ -150,6 +150,8 @@ class Reduction:
         Args:
             is_used: whether the missing parameter with this index got its gradient from an earlier backward of the
                 same accumulation window. Asked before anything is done to that parameter.
+            wakes: whether to start the reduction of a backward that reached none of the parameters. To be left out
+                for a wrapper with ``find_unused_parameters=True``, which may have that parameter down as unused.
 
         Raises:
             RuntimeError: if the process group fails (a rank died, a time-out), or torch reports the missing parameters
@@ -158,7 +160,7 @@ class Reduction:
         fired: set[int] = set()
         unused: dict[int, Tensor | None] = {}
         missing = self._missing()
-        if not missing:
+        if not missing and wakes:
             used, gradient = is_used(self._canary), self._prepare(self._canary, copy=True)
             if self._wake():
                 fired.add(self._canary)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +99,8 @@ class _Run:
     rewrap_with_flag: bool | None = None
     # The latest step, while some rank has yet to read its tally.
     open_step: _Step | None = None
+    # A backward of the next window has been, which the wrapper knows of and its successor would not.
+    is_within_window: bool = False
     # Seen on this rank since the last synchronised backward: the trainable parameters are not those of the wrapper.
     change_seen: bool = False
     # Of those, what was trainable in some backward since and is not in the reducer: it may hold a gradient.
@@ -225,7 +227,7 @@ class AdaptiveDDPMixin(_DDPStrategy):
         # Under manual optimization a step may toggle requires_grad on the way; between steps it should be at rest.
         if not self._is_automatic and run.trainable.has_changed():
             run.change_seen = True
-        with self._mended_step(run):
+        with self._mended_step(run) if self._is_automatic else nullcontext():
             output = super().training_step(*args, **kwargs)
         self._rewrap_if_due()
         return output
@@ -242,18 +244,22 @@ class AdaptiveDDPMixin(_DDPStrategy):
         shadowed = module.__dict__.get("training_step")
         original = module.training_step
 
+        def restore() -> None:
+            if shadowed is None:
+                module.__dict__.pop("training_step", None)
+            else:
+                module.__dict__["training_step"] = shadowed
+
         def training_step(*args: Any, **kwargs: Any) -> Any:
-            output = original(*args, **kwargs)
-            return self._mend(run, output) if self._is_automatic else output
+            # First, since the step may copy or save the module.
+            restore()
+            return self._mend(run, original(*args, **kwargs))
 
         module.__dict__["training_step"] = training_step
         try:
             yield
         finally:
-            if shadowed is None:
-                del module.__dict__["training_step"]
-            else:
-                module.__dict__["training_step"] = shadowed
+            restore()
 
     def _mend(self, run: _Run, output: Any) -> Any:
         """Replace a missing loss; under the flag, add a touch of every parameter to one that reaches none."""
@@ -262,13 +268,18 @@ class AdaptiveDDPMixin(_DDPStrategy):
             run.unfrozen.update(run.trainable.unfrozen())
         if output is None:
             return self._sit_out(run)
-        if run.state is State.ON:
-            loss = output.get("loss") if isinstance(output, Mapping) else output
-            if isinstance(loss, Tensor) and loss.requires_grad and not reaches_any(loss, run.reduction.parameter_set):
-                # With the flag off this shows after the backward, at no cost; here the others would wait for ever.
-                loss = loss + self._sit_out(run)
-                return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(loss, Tensor) and self._reaches_nothing(run, loss):
+            loss = loss + self._sit_out(run)
+            return {**output, "loss": loss} if isinstance(output, Mapping) else loss
         return output
+
+    def _reaches_nothing(self, run: _Run, loss: Tensor) -> bool:
+        """Whether a backward from the loss is impossible, or would have the other ranks wait for ever."""
+        if not loss.requires_grad:
+            return True
+        # With the flag off it shows after the backward, at no cost.
+        return self._wrapper.find_unused_parameters and not reaches_any(loss, run.reduction.parameter_set)
 
     def _sit_out(self, run: _Run) -> Tensor:
         run.sat_out = True
@@ -318,11 +329,7 @@ class AdaptiveDDPMixin(_DDPStrategy):
         if unfrozen := run.trainable.unfrozen():
             run.change_seen = True
             run.unfrozen.update(unfrozen)
-        if not self._wrapper.find_unused_parameters:
-            return loss
-        if loss.requires_grad and not reaches_any(loss, run.reduction.parameter_set):
-            return loss + self._sit_out(run)
-        return loss
+        return loss + self._sit_out(run) if self._reaches_nothing(run, loss) else loss
 
     def _before_backward(self) -> bool:
         """Note what the window needs; return whether the reduction of this backward is ours to finish."""
@@ -330,6 +337,7 @@ class AdaptiveDDPMixin(_DDPStrategy):
         if run is None:
             return False
         synchronised: bool = self._wrapper.require_backward_grad_sync
+        run.is_within_window = not synchronised
         if not self._wrapper.find_unused_parameters and (run.state is State.PROBE or not synchronised):
             run.window.open(record_all=run.state is State.PROBE)
         return synchronised
@@ -342,7 +350,7 @@ class AdaptiveDDPMixin(_DDPStrategy):
         """
         run = self._run
         assert run is not None
-        unused, missing = ({}, frozenset()) if self._wrapper.find_unused_parameters else self._finish_reduction(run)
+        unused, missing = self._finish_reduction(run)
         reaching = frozenset(range(len(run.reduction.parameters))) - missing
         sat_out = run.sat_out or not reaching
         hides = bool(unused) and run.state in (State.PROBE, State.WATCH) and _hides_parameters(run, loss, reaching)
@@ -367,6 +375,10 @@ class AdaptiveDDPMixin(_DDPStrategy):
     def _finish_reduction(self, run: _Run) -> tuple[dict[int, Tensor | None], frozenset[int]]:
         """Finish the reduction on this rank; return what is unused on it, with what it held, and what was missing."""
         window, reduction = run.window, run.reduction
+        if self._wrapper.find_unused_parameters:
+            # The flag looks at the graph of the loss. A backward may reach less of it (backward(inputs=...)).
+            reduction.finish(is_used=lambda index: True, wakes=False)
+            return {}, frozenset()
         finished = reduction.finish(is_used=window.received)
         unused = finished.unused
         if run.state is State.PROBE:
@@ -495,7 +507,7 @@ class AdaptiveDDPMixin(_DDPStrategy):
     def _rewrap_if_due(self) -> None:
         """Wrap the module again, on every rank, once that has been decided."""
         run = self._run
-        if run is None or run.rewrap_with_flag is None:
+        if run is None or run.rewrap_with_flag is None or run.is_within_window:
             return
         began = time.perf_counter()
         flag = run.rewrap_with_flag

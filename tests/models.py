@@ -354,7 +354,8 @@ class SitsOut(Branches):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
         if batch_idx in self.out_batches and dist.get_rank() in self.out_ranks:
-            return None if self.how == "None" else torch.zeros((), requires_grad=True) * 1
+            loss = {"None": None, "unreached": torch.zeros((), requires_grad=True) * 1, "constant": torch.zeros(())}
+            return loss[self.how]
         return super().training_step(batch, batch_idx)
 
 

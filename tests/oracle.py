@@ -67,6 +67,8 @@ class OracleStrategy(DDPStrategy):
         return output
 
     def backward(self, closure_loss, optimizer, *args, **kwargs):  # type: ignore[no-untyped-def]
+        if not closure_loss.requires_grad:
+            closure_loss = closure_loss + torch.zeros((), requires_grad=True)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
         if not self._accumulating:

@@ -39,7 +39,7 @@ STATES = {
 }
 
 
-@pytest.mark.parametrize("how", ["None", "unreached"])
+@pytest.mark.parametrize("how", ["None", "unreached", "constant"])
 @pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
 @pytest.mark.parametrize("state", STATES)
 def test_the_step_equals_the_oracles(ranks: Ranks, state: str, who: tuple[int, ...], how: str) -> None:
