@@ -25,6 +25,8 @@ from test_sit_out import scaled
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from adaptive_ddp import AdaptiveDDPStrategy, reducer, strategy, tally, window
+from adaptive_ddp import run as run_module
+from adaptive_ddp.run import Run
 from adaptive_ddp.strategy import AdaptiveDDPMixin
 
 # A group in which ranks wait for each other is killed after this; with everything in place a case takes under a second.
@@ -56,12 +58,12 @@ def without_looking_at_the_end_of_the_fit() -> tuple[Any, str, Any]:
 
 
 def without_the_reading_of_the_step_before() -> tuple[Any, str, Any]:
-    def settle(self: Any, run: Any, *args: Any) -> None:
-        original_settle(self, run, *args)
-        run.open_step = None
+    def settle(self: Any, *args: Any) -> None:
+        original_settle(self, *args)
+        self._open_step = None
 
-    original_settle = AdaptiveDDPMixin._settle
-    return AdaptiveDDPMixin, "_settle", settle
+    original_settle = Run._settle
+    return Run, "_settle", settle
 
 
 def without_the_buffers_rhythm() -> tuple[Any, str, Any]:
@@ -80,12 +82,12 @@ def without_mending() -> tuple[Any, str, Any]:
 
 
 def without_unsharing() -> tuple[Any, str, Any]:
-    return AdaptiveDDPMixin, "_unshare_sparse_gradients", lambda self, reduction: None
+    return Run, "_unshare_sparse_gradients", lambda self: []
 
 
 def without_obstacles() -> tuple[Any, str, Any]:
-    original = strategy.decide
-    return strategy, "decide", lambda obstacles, **facts: original(**facts)
+    original = run_module.decide
+    return run_module, "decide", lambda obstacles, **facts: original(**facts)
 
 
 def without_empty_sparse_gradients() -> tuple[Any, str, Any]:
@@ -93,7 +95,7 @@ def without_empty_sparse_gradients() -> tuple[Any, str, Any]:
 
 
 def without_reducing_outside() -> tuple[Any, str, Any]:
-    return AdaptiveDDPMixin, "_reduce_outside", lambda self, run: None
+    return Run, "_reduce_outside", lambda self: None
 
 
 def without_keeping_something_for_the_scaler() -> tuple[Any, str, Any]:

@@ -1,0 +1,332 @@
+"""What happens to one wrapper from its making to its end, whatever trains with it: the mechanism itself.
+
+Promise: between :meth:`Run.before_backward` and the return of :meth:`Run.after_backward`, which stand around each
+backward on every rank, the gradients become what ``find_unused_parameters=True`` gives, and what there is to decide
+about the wrapper is decided on all ranks in the same step.
+
+Limits: it decides and does not wrap. The caller (``strategy.py``, ``fabric.py``) makes the wrapper, looks at
+:attr:`Run.rewrap_with_flag` outside the wrapper's forward, makes the next one and starts a new run on it; it also says
+what there is to say to the user. Imports no Lightning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from adaptive_ddp.decision import Decision, Obstacle, State, decide
+from adaptive_ddp.graph import reached_parameters, reaches_any, touch
+from adaptive_ddp.reducer import Reduction, gradient_or_zeros, sparse_parameters, uses_power_sgd
+from adaptive_ddp.report import describe_split
+from adaptive_ddp.tally import Exchange, PostedTally
+from adaptive_ddp.trainable import TrainableSet
+from adaptive_ddp.window import AccumulationWindow
+
+
+@dataclass
+class _Step:
+    """One synchronised backward, as far as it is known."""
+
+    number: int
+    tally: PostedTally
+    # The parameters that are unused on this rank, with the gradients they had before: the reducer's index of each.
+    unused: dict[int, Tensor | None]
+    # This rank's backward, where something is missing; the graph is gone with the step, what it hides is not.
+    hides_parameters: bool
+
+
+@dataclass(frozen=True)
+class Aftermath:
+    """What :meth:`Run.after_backward` has for the caller to tell the user, or to act on.
+
+    Attributes:
+        sat_out: this rank's backward reached no parameter, or stood in for one that there was not.
+        change_seen: this rank trains another set of parameters than the wrapper does, which may be why it reached none.
+        decision: what all ranks decided in this step, if they did.
+        set_changed: all ranks go on with another set of trainable parameters.
+    """
+
+    sat_out: bool
+    change_seen: bool
+    decision: Decision | None
+    set_changed: bool
+
+
+class Run:
+    """The mechanism on one wrapper, which has just been made.
+
+    Args:
+        ddp: the wrapper.
+        state: PROBE for one with the flag off, ON for one with the flag on.
+
+    Attributes:
+        reduction: the wrapper's reducer.
+        trainable: the module's parameters, and which of them were trainable when it was wrapped.
+        state: the state of the run.
+        rewrap_with_flag: the flag of the wrapper that is to take this one's place, on all ranks; None if none is.
+        change_seen: seen on this rank since the last synchronised backward: the trainable parameters are not those of
+            the wrapper.
+        stands_in: the current backward is that of a zero which took the place of a missing loss, on this rank.
+        is_within_window: a backward of the next window has been, which the wrapper knows of and its successor would
+            not.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, state: State) -> None:
+        self._ddp = ddp
+        self.reduction = Reduction(ddp)
+        self.trainable = TrainableSet(ddp.module, ddp.parameters_to_ignore)
+        self.state = state
+        self.rewrap_with_flag: bool | None = None
+        self.change_seen = False
+        self.stands_in = False
+        self.is_within_window = False
+        self._window = AccumulationWindow(self.reduction.parameters)
+        self._exchange = Exchange(ddp.process_group, self.reduction.device)
+        # The latest step, while some rank has yet to read its tally.
+        self._open_step: _Step | None = None
+        # What was trainable in some backward since the last synchronised one and is not in the reducer: it may hold a
+        # gradient.
+        self._unfrozen: set[int] = set()
+        # Agreed by all ranks: what has become trainable and is not in the reducer. Reduced here until the rewrap.
+        self._outside: list[int] = []
+        # A usage map that is known to all, while some rank has had no graph to look for obstacles in.
+        self._undecided: tuple[_Step, list[int]] | None = None
+        # What the current call has for its caller.
+        self._news: Decision | None = None
+        self._set_changed = False
+        self._sparse_handles = self._unshare_sparse_gradients()
+
+    def _unshare_sparse_gradients(self) -> list[Any]:
+        """Give the reducer copies of sparse gradients.
+
+        It divides them in place (``reducer.cpp``, ``mark_variable_ready_sparse``). An additive embedding's gradient
+        shares memory with the gradient that flows on to earlier layers, which would be divided with it.
+        """
+        parameters: list[Any] = self.reduction.parameters
+        return [
+            parameter.register_hook(torch.clone)
+            for parameter, sparse in zip(parameters, self.reduction.expects_sparse, strict=True)
+            if sparse
+        ]
+
+    def close(self) -> None:
+        """End the run, at any time, and leave no hook of its own behind. The wrapper is left as it is."""
+        self._window.close()
+        for handle in self._sparse_handles:
+            handle.remove()
+
+    # -- before a backward --------------------------------------------------------------------------------------------
+
+    def note_trainable_set(self) -> None:
+        """Look whether parameters were frozen or unfrozen on this rank; before a backward, with the set at rest."""
+        if self.trainable.has_changed():
+            self.change_seen = True
+            self._unfrozen.update(self.trainable.unfrozen())
+
+    def note_unfrozen(self) -> None:
+        """Look for unfrozen parameters only: a step that toggles ``requires_grad`` on the way has frozen some."""
+        if unfrozen := self.trainable.unfrozen():
+            self.change_seen = True
+            self._unfrozen.update(unfrozen)
+
+    def reaches_nothing(self, loss: Tensor) -> bool:
+        """Whether a backward from the loss is impossible, or would have the other ranks wait for ever."""
+        if not loss.requires_grad:
+            return True
+        # With the flag off it shows after the backward, at no cost.
+        return self._ddp.find_unused_parameters and not reaches_any(loss, self.reduction.parameter_set)
+
+    def stand_in(self) -> Tensor:
+        """A zero for a rank without a loss of its own: its backward contributes zeros to the others' step."""
+        self.stands_in = True
+        if self._ddp.find_unused_parameters:
+            # Under the flag no reduction starts before some hook has fired.
+            return touch(self.reduction.parameters)
+        return torch.zeros((), device=self.reduction.device, requires_grad=True)
+
+    def before_backward(self) -> bool:
+        """Note what the window needs, on every rank before every backward.
+
+        Returns:
+            Whether this backward is to be synchronised; then :meth:`after_backward` must follow it.
+        """
+        synchronised: bool = self._ddp.require_backward_grad_sync
+        self.is_within_window = not synchronised
+        if not self._ddp.find_unused_parameters and (self.state is State.PROBE or not synchronised):
+            self._window.open(record_all=self.state is State.PROBE)
+        return synchronised
+
+    # -- after it -----------------------------------------------------------------------------------------------------
+
+    def after_backward(self, loss: Tensor, step_number: int) -> Aftermath:
+        """Finish the reduction on this rank, and agree with the others on what was unused.
+
+        Every rank runs the same collectives here: the branches depend on tallies that all ranks have read, or, where
+        some read one early, on all of them having done so.
+
+        Args:
+            loss: the root of this rank's backward.
+            step_number: the optimizer step that it belongs to, counted from 1, for the decision.
+
+        Raises:
+            RuntimeError: on every rank, if the set of trainable parameters changed differently across ranks; or if the
+                process group fails.
+        """
+        self._news = None
+        unused, missing = self._finish_reduction()
+        reaching = frozenset(range(len(self.reduction.parameters))) - missing
+        sat_out = self.stands_in or not reaching
+        hides = bool(unused) and self.state in (State.PROBE, State.WATCH) and self._hides_parameters(loss, reaching)
+        changed, self.change_seen = self.change_seen, False
+        waiting = bool(unused) or sat_out or changed
+        tally = self._exchange.post(waiting=waiting, missing=bool(unused) and not sat_out, changed=changed)
+        step = _Step(step_number, tally, unused, hides)
+        self._look_back()
+        if self._undecided is not None:
+            self._decide(*self._undecided, loss, reaching)
+        self._set_changed = False
+        if waiting or self.state is State.PROBE:
+            self._settle(step, loss, reaching)
+        else:
+            # Read in the next step, so that a rank that used everything does not wait for the others in this one.
+            self._open_step = step
+        self._reduce_outside()
+        return Aftermath(sat_out=sat_out, change_seen=changed, decision=self._news, set_changed=self._set_changed)
+
+    def _finish_reduction(self) -> tuple[dict[int, Tensor | None], frozenset[int]]:
+        """Finish the reduction on this rank; return what is unused on it, with what it held, and what was missing."""
+        if self._ddp.find_unused_parameters:
+            # The flag looks at the graph of the loss. A backward may reach less of it (backward(inputs=...)).
+            self.reduction.finish(is_used=lambda index: True, wakes=False)
+            return {}, frozenset()
+        finished = self.reduction.finish(is_used=self._window.received)
+        unused = finished.unused
+        if self.state is State.PROBE:
+            # To the reducer a parameter whose hook fired is ready, even if the backward brought it no gradient (a
+            # custom autograd function that returned None). The window tells the two apart.
+            for index in range(len(self.reduction.parameters)):
+                if not self._window.received(index):
+                    unused.setdefault(index, None)
+        self._window.close()
+        return unused, finished.missing
+
+    def _hides_parameters(self, loss: Tensor, reaching: frozenset[int]) -> bool:
+        """Whether the backward of a loss reached some of the reducer's parameters outside the graph of that loss."""
+        reached = set(reached_parameters(loss))
+        return any(self.reduction.parameters[index] not in reached for index in reaching)
+
+    # -- the ranks' agreement -----------------------------------------------------------------------------------------
+
+    def _look_back(self) -> None:
+        """Read the tally of the step before, which every rank has read by now or reads here."""
+        step, self._open_step = self._open_step, None
+        if step is None:
+            return
+        count = step.tally.read()
+        if count.changed:
+            self._raise_split(step)
+        if count.missing and self.state is State.WATCH and self._undecided is None:
+            self._undecided = step, self._missed_by(step)
+
+    def conclude(self) -> Decision | None:
+        """Read the last step's tally, which no later step will read; on every rank, when there is no later step.
+
+        Returns:
+            What was decided from it, if anything was.
+        """
+        self._news = None
+        self._look_back()
+        if self._undecided is not None:
+            self._decide(*self._undecided, None, frozenset())
+        return self._news
+
+    def _settle(self, step: _Step, loss: Tensor, reaching: frozenset[int]) -> None:
+        """Read a tally in its own step, and act on it."""
+        count = step.tally.read()
+        world_size = self._exchange.world_size
+        probing = self.state is State.PROBE
+        if not probing and count.waiting < world_size:
+            # The ranks that used everything learn of it in the next step; what there is to decide is decided there.
+            self._open_step = step
+            return
+        missed_by = None
+        if count.waiting == world_size:
+            # Only now can a parameter be unused everywhere.
+            missed_by = self._missed_by(step)
+            for index, gradient in step.unused.items():
+                if missed_by[index] == world_size:
+                    self.reduction.restore(index, gradient)
+        if count.changed:
+            self._agree_on_trainable_set(step)
+        elif self.state in (State.PROBE, State.WATCH) and count.missing and self._undecided is None:
+            self._decide(step, missed_by or self._missed_by(step), loss, reaching)
+        elif probing and not count.waiting:
+            self._decide(step, [0] * len(self.reduction.parameters), loss, reaching)
+
+    def _missed_by(self, step: _Step) -> list[int]:
+        return self._exchange.count(step.unused, len(self.reduction.parameters))
+
+    def _decide(self, step: _Step, missed_by: list[int], loss: Tensor | None, reaching: frozenset[int]) -> None:
+        """Decide from a usage map, on every rank alike; or put it off while a rank has no graph to look into."""
+        obstacles = [Obstacle.SPARSE] if any(self.reduction.expects_sparse) else []
+        if uses_power_sgd(self._ddp):
+            obstacles.append(Obstacle.POWER_SGD)
+        if any(missed_by):
+            hides = step.hides_parameters or (loss is not None and self._hides_parameters(loss, reaching))
+            lacks_graph = loss is not None and not reaching
+            hidden, without_graph = self._exchange.count([0] * hides + [1] * lacks_graph, 2)
+            if hidden:
+                obstacles.append(Obstacle.REENTRANT)
+            elif without_graph:
+                self._undecided = step, missed_by
+                return
+        self._undecided = None
+        self._news = decide(
+            step=step.number,
+            world_size=self._exchange.world_size,
+            names=self.reduction.names,
+            numels=[parameter.numel() for parameter in self.reduction.parameters],
+            missed_by=missed_by,
+            obstacles=obstacles,
+        )
+        self.state = self._news.state
+        if self.state is State.ON:
+            self.rewrap_with_flag = True
+
+    # -- another set of trainable parameters --------------------------------------------------------------------------
+
+    def _agree_on_trainable_set(self, step: _Step) -> None:
+        """Go on with the set of trainable parameters that all ranks have now, or raise if it is not the same."""
+        size = len(self.trainable.names)
+        world_size = self._exchange.world_size
+        now = [index for index, trainable in enumerate(self.trainable.now()) if trainable]
+        self._unfrozen.update(self.trainable.unfrozen())
+        counts = self._exchange.count([*now, *(size + index for index in self._unfrozen)], 2 * size)
+        if step.tally.read().changed < world_size or not set(counts) <= {0, world_size}:
+            self._raise_split(step)
+        self._outside = sorted(self._unfrozen)
+        self.trainable.accept()
+        # With nothing left to train there is nothing to wrap; the old wrapper stays until there is.
+        self.rewrap_with_flag = False if now else None
+        self._set_changed = True
+
+    def _raise_split(self, step: _Step) -> None:
+        trainable = frozenset(name for name, now in zip(self.trainable.names, self.trainable.now(), strict=True) if now)
+        by_rank = self._exchange.gather(trainable)
+        raise RuntimeError(describe_split(step=step.number, names=self.trainable.names, trainable_by_rank=by_rank))
+
+    def _reduce_outside(self) -> None:
+        """Reduce the gradients of parameters that became trainable after wrapping, by the reducer's own rule."""
+        if not self._outside:
+            return
+        parameters = [self.trainable.parameters[index] for index in self._outside]
+        sparse = sparse_parameters(self._ddp.module)
+        used = [index for index, parameter in enumerate(parameters) if parameter.grad is not None]
+        for parameter, used_by in zip(parameters, self._exchange.count(used, len(parameters)), strict=True):
+            if used_by:
+                gradient = gradient_or_zeros(parameter, sparse=parameter in sparse)
+                parameter.grad = self._exchange.average(gradient)
