@@ -16,7 +16,8 @@ class State(enum.Enum):
     PROBE: the flag is off; no synchronised backward has been seen yet.
     WATCH: the flag is off; every rank used every parameter so far.
     ON: some rank left a parameter without a gradient, so the flag is on.
-    FINISH: the same, but the flag cannot serve this graph: it stays off, and each step is finished in place.
+    FINISH: the same, but the flag stays off, since it cannot serve this graph or the user prefers it so: each step is
+        finished in place.
     """
 
     PROBE = "probe"
@@ -66,7 +67,7 @@ class Decision:
         parameters: the number of parameters that DDP reduces.
         elements: their number of elements.
         unused: the parameters that some rank left without a gradient, in the order of the module; empty in WATCH.
-        obstacles: in FINISH, why the flag stays off.
+        obstacles: in FINISH, why the flag stays off; empty if only the user prefers it so.
     """
 
     state: State
@@ -92,6 +93,7 @@ def decide(
     numels: Sequence[int],
     missed_by: Sequence[int],
     obstacles: Sequence[Obstacle] = (),
+    prefers_finish: bool = False,
 ) -> Decision:
     """Decide from the usage map of one step.
 
@@ -102,9 +104,10 @@ def decide(
         numels: their numbers of elements.
         missed_by: for each of them, on how many ranks it received no gradient.
         obstacles: what keeps the flag from serving this graph, on any rank.
+        prefers_finish: decide on FINISH where ON would do too.
 
     Returns:
-        WATCH if every rank used every parameter; otherwise FINISH if there are obstacles, ON if not.
+        WATCH if every rank used every parameter; otherwise FINISH if there are obstacles or it is preferred, ON if not.
     """
     unused = tuple(
         UnusedParameter(name, numel, missed)
@@ -113,7 +116,7 @@ def decide(
     )
     state = State.WATCH
     if unused:
-        state = State.FINISH if obstacles else State.ON
+        state = State.FINISH if obstacles or prefers_finish else State.ON
     return Decision(
         state=state,
         step=step,

@@ -1,15 +1,20 @@
 """Which parameters the autograd graph of a loss reaches, and a way to reach them all. Torch alone, its public API.
 
 Promise: a look that can stop early does; :func:`touch` changes neither a loss nor a gradient.
+
+Limits: what a custom function does in a backward of its own, inside the backward, is in no graph that can be looked
+at. :class:`BlindForwards` notices where that may happen, as long as a parameter is used in the forward of the module
+that owns it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 
 def reached_parameters(loss: Tensor) -> Iterator[Tensor]:
@@ -65,3 +70,62 @@ def touch(parameters: Sequence[Tensor]) -> Tensor:
     for parameter in frozen:
         parameter.requires_grad_(False)
     return zero
+
+
+class BlindForwards:
+    """Notes which parameters' modules ran without recording a graph, as inside a reentrant checkpoint.
+
+    Such a checkpoint (``torch/utils/checkpoint.py``, ``CheckpointFunction``) runs its part of the forward without grad
+    mode, and again, with it, inside the backward.
+
+    Args:
+        module: the module that owns the parameters, itself or through its submodules.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._handles: list[RemovableHandle] = []
+        self._watched: set[Tensor] = set()
+        self._seen: set[Tensor] = set()
+
+    def watch(self, parameters: Iterable[Tensor]) -> None:
+        """Begin to look at the forwards of the modules that own these parameters; what is watched stays watched."""
+        added = set(parameters) - self._watched
+        if not added:
+            return
+        self._watched |= added
+        for module in self._module.modules():
+            owned = added.intersection(module.parameters(recurse=False))
+            if owned:
+                self._handles.append(module.register_forward_pre_hook(_Note(owned, self._seen)))
+
+    @property
+    def seen(self) -> frozenset[Tensor]:
+        """The watched parameters whose modules ran so since :meth:`forget`."""
+        return frozenset(self._seen)
+
+    def forget(self) -> None:
+        """Start anew, after a backward."""
+        self._seen.clear()
+
+    def close(self) -> None:
+        """Stop looking."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class _Note:
+    """A forward hook that notes parameters whose module runs without grad mode."""
+
+    def __init__(self, owned: set[Tensor], seen: set[Tensor]) -> None:
+        self._owned = owned
+        self._seen = seen
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if not torch.is_grad_enabled():
+            self._seen |= self._owned
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the module, or a pickle of it, is not the module that is trained here.
+        return _Note, (set(), set())

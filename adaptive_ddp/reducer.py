@@ -19,6 +19,9 @@ the file of torch that defines it (read and run with torch 2.13.0):
 * ``Reducer._remove_autograd_hooks``: takes the reducer's hooks off the parameters (same file).
 * ``DistributedDataParallel._comm_hooks``: the communication hooks that were registered, with their state
   (``torch/nn/parallel/distributed.py``, ``register_comm_hook``).
+* ``torch._C._will_engine_execute_node``: asked during a backward, whether that backward will reach a node
+  (``torch/csrc/autograd/init.cpp``; it looks the node up in what the engine has collected before it starts, and walks
+  no graph).
 * ``DistributedDataParallel._build_params_for_reducer``: the reducer's parameters in the reducer's order, and which of
   them produce sparse gradients (``torch/nn/parallel/distributed.py``).
 """
@@ -26,12 +29,13 @@ the file of torch that defines it (read and run with torch 2.13.0):
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,6 +44,7 @@ CHECKED_TORCH_VERSIONS = ("2.13.0",)
 _PRIVATE_CALLS = (
     (DistributedDataParallel, "_check_reducer_finalized"),
     (DistributedDataParallel, "_build_params_for_reducer"),
+    (torch._C, "_will_engine_execute_node"),
     (getattr(torch._C, "_distributed_c10d", None), "Reducer._autograd_hook"),
     (getattr(torch._C, "_distributed_c10d", None), "Reducer._check_reducer_finalized"),
     (getattr(torch._C, "_distributed_c10d", None), "Reducer._remove_autograd_hooks"),
@@ -98,7 +103,7 @@ class Finished:
     """What :meth:`Reduction.finish` found to do on this rank.
 
     Attributes:
-        missing: the parameters whose hooks it fired.
+        missing: the parameters whose hooks it fired, at the start of the backward or after it.
         unused: those of them that got no gradient in this accumulation window either, each with the gradient it had
             before: None, or a copy.
     """
@@ -135,9 +140,42 @@ class Reduction:
         self.names = [name_of[parameter] for parameter in self.parameters]
         self.device: torch.device = self.parameters[0].device
         # The smallest, so that setting its gradient aside on every step costs next to nothing.
+        # Kept alive, since the engine knows them by identity; the reducer keeps the same nodes (reducer.cpp).
+        self._nodes = [get_gradient_edge(parameter).node for parameter in self.parameters]
+        self._early: _EarlyFiring | None = None
         self._canary = min(
             range(len(self.parameters)), key=lambda index: (self.expects_sparse[index], self.parameters[index].numel())
         )
+
+    def begin(self, loss: Tensor, expected: Collection[int], is_used: Callable[[int], bool]) -> None:
+        """Have the hooks of parameters that are expected to be missing fired at the start of the next backward.
+
+        So no bucket waits for them until the end. Each is fired only if that backward will not reach it, which is
+        asked when it starts. Call it right before the backward, and :meth:`finish` after it.
+
+        Args:
+            loss: the root of the backward.
+            expected: the parameters to ask for. What a backward inside the backward would reach (reentrant activation
+                checkpointing) must not be among them: the engine does not foresee that, and a hook that fires twice is
+                an error.
+            is_used: as for :meth:`finish`.
+        """
+        self._early = None
+        if expected and loss.grad_fn is not None:
+            self._early = _EarlyFiring(self, loss, expected, is_used)
+
+    def will_reach(self, index: int) -> bool:
+        """Whether the backward that is running will reach a parameter, as far as its own graph goes.
+
+        Raises:
+            RuntimeError: outside a backward, or in that of ``torch.autograd.grad`` if the parameter is an input of it.
+        """
+        reached: bool = torch._C._will_engine_execute_node(self._nodes[index])
+        return reached
+
+    def mark_ready(self, index: int) -> None:
+        """Fire a parameter's hook; inside a backward."""
+        self._ddp.reducer._autograd_hook(index)
 
     def finish(self, is_used: Callable[[int], bool], *, wakes: bool = True) -> Finished:
         """Fire the hooks that this rank's backward did not fire, and so finish the reduction.
@@ -157,11 +195,15 @@ class Reduction:
             RuntimeError: if the process group fails (a rank died, a time-out), or torch reports the missing parameters
                 in a way that this version does not understand.
         """
-        fired: set[int] = set()
         unused: dict[int, Tensor | None] = {}
+        fired: set[int] = set()
+        if self._early is not None:
+            fired, unused = self._early.end()
+            self._early = None
         missing = self._missing()
-        if not missing and wakes:
-            used, gradient = is_used(self._canary), self._prepare(self._canary, copy=True)
+        # A hook that was fired early would have shown the stall.
+        if not missing and wakes and not fired:
+            used, gradient = is_used(self._canary), self.prepare(self._canary, copy=True)
             if self._wake():
                 fired.add(self._canary)
                 if not used:
@@ -170,7 +212,7 @@ class Reduction:
         while missing:
             for index in missing:
                 used = is_used(index)
-                gradient = self._prepare(index, copy=not used)
+                gradient = self.prepare(index, copy=not used)
                 if not used:
                     unused[index] = gradient
             self._fire(missing)
@@ -226,7 +268,7 @@ class Reduction:
         self._fire([self._canary])
         return version != (None if parameter.grad is None else parameter.grad._version)
 
-    def _prepare(self, index: int, *, copy: bool) -> Tensor | None:
+    def prepare(self, index: int, *, copy: bool) -> Tensor | None:
         """Make a parameter fit to be marked ready; return a copy of its gradient, if that is asked for."""
         parameter = self.parameters[index]
         if parameter.grad is not None:
@@ -242,6 +284,53 @@ class Reduction:
             anchor = torch.zeros((), device=self.device, requires_grad=True)
             fired: Any = _FireHooks.apply(anchor, self._ddp.reducer, indices)  # type: ignore[no-untyped-call]
         fired.backward()
+
+
+class _EarlyFiring:
+    """Fires hooks at the start of one backward."""
+
+    def __init__(
+        self, reduction: Reduction, loss: Tensor, expected: Collection[int], is_used: Callable[[int], bool]
+    ) -> None:
+        self._reduction = reduction
+        self._expected = frozenset(expected)
+        self._is_used = is_used
+        self._fired: set[int] = set()
+        self._unused: dict[int, Tensor | None] = {}
+        self._is_done = False
+        self._handle: Any = loss.register_hook(self._fire)  # type: ignore[no-untyped-call]
+
+    def end(self) -> tuple[set[int], dict[int, Tensor | None]]:
+        """Return what was fired, and what of it is unused, with the gradients it had."""
+        self._handle.remove()
+        return self._fired, self._unused
+
+    def _fire(self, gradient: Tensor) -> None:
+        if self._is_done or not self._is_real_backward():
+            return
+        self._is_done = True
+        reduction = self._reduction
+        absent = [index for index in self._expected if not reduction.will_reach(index)]
+        for index in absent:
+            used = self._is_used(index)
+            before = reduction.prepare(index, copy=not used)
+            if not used:
+                self._unused[index] = before
+        for index in absent:
+            reduction.mark_ready(index)
+        self._fired.update(absent)
+
+    def _is_real_backward(self) -> bool:
+        """Whether this is a backward that the reducer takes part in.
+
+        A module's own ``backward`` may first ask ``torch.autograd.grad`` for something of the same loss, which reaches
+        no parameter, or takes one for an input; the reducer sees nothing of that.
+        """
+        others = (index for index in range(len(self._reduction.parameters)) if index not in self._expected)
+        try:
+            return any(self._reduction.will_reach(index) for index in others)
+        except RuntimeError:
+            return False
 
 
 def empty_sparse_gradient(parameter: Tensor) -> Tensor:

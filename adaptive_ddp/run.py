@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from adaptive_ddp.decision import Decision, Obstacle, State, decide
-from adaptive_ddp.graph import reached_parameters, reaches_any, touch
+from adaptive_ddp.graph import BlindForwards, reached_parameters, reaches_any, touch
 from adaptive_ddp.reducer import Reduction, gradient_or_zeros, sparse_parameters, uses_power_sgd
 from adaptive_ddp.report import describe_split
 from adaptive_ddp.tally import Exchange, PostedTally
@@ -37,6 +37,16 @@ class _Step:
     unused: dict[int, Tensor | None]
     # This rank's backward, where something is missing; the graph is gone with the step, what it hides is not.
     hides_parameters: bool
+    # Its tally tells whether the usage map exchanged last still holds.
+    relies_on_agreement: bool
+
+
+@dataclass(frozen=True)
+class _Agreement:
+    """What a usage map said: unused on this rank, and unused on every rank."""
+
+    here: frozenset[int]
+    everywhere: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,7 @@ class Run:
     Args:
         ddp: the wrapper.
         state: PROBE for one with the flag off, ON for one with the flag on.
+        prefers_finish: decide on FINISH where ON would do too.
 
     Attributes:
         reduction: the wrapper's reducer.
@@ -75,11 +86,12 @@ class Run:
             not.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, state: State) -> None:
+    def __init__(self, ddp: DistributedDataParallel, state: State, *, prefers_finish: bool = False) -> None:
         self._ddp = ddp
         self.reduction = Reduction(ddp)
         self.trainable = TrainableSet(ddp.module, ddp.parameters_to_ignore)
         self.state = state
+        self._prefers_finish = prefers_finish
         self.rewrap_with_flag: bool | None = None
         self.change_seen = False
         self.stands_in = False
@@ -95,6 +107,14 @@ class Run:
         self._outside: list[int] = []
         # A usage map that is known to all, while some rank has had no graph to look for obstacles in.
         self._undecided: tuple[_Step, list[int]] | None = None
+        # The usage map that the ranks exchanged last, as far as this rank goes by it.
+        self._agreement = _Agreement(frozenset(), frozenset())
+        # Reached by the first backward on this rank, and yet without a gradient.
+        self._barren: set[int] = set()
+        # Missing on this rank in some earlier step, and so perhaps in the next.
+        self._expected: set[int] = set()
+        self._may_fire_early = False
+        self._blind_forwards = BlindForwards(ddp.module)
         # What the current call has for its caller.
         self._news: Decision | None = None
         self._set_changed = False
@@ -116,6 +136,7 @@ class Run:
     def close(self) -> None:
         """End the run, at any time, and leave no hook of its own behind. The wrapper is left as it is."""
         self._window.close()
+        self._blind_forwards.close()
         for handle in self._sparse_handles:
             handle.remove()
 
@@ -148,16 +169,26 @@ class Run:
             return touch(self.reduction.parameters)
         return torch.zeros((), device=self.reduction.device, requires_grad=True)
 
-    def before_backward(self) -> bool:
-        """Note what the window needs, on every rank before every backward.
+    def before_backward(self, loss: Tensor) -> bool:
+        """Note what the window needs, and prepare for what is expected to be missing; before every backward.
+
+        Args:
+            loss: the root of the backward, in which nothing may come between it and this call.
 
         Returns:
             Whether this backward is to be synchronised; then :meth:`after_backward` must follow it.
         """
         synchronised: bool = self._ddp.require_backward_grad_sync
         self.is_within_window = not synchronised
-        if not self._ddp.find_unused_parameters and (self.state is State.PROBE or not synchronised):
-            self._window.open(record_all=self.state is State.PROBE)
+        if not self._ddp.find_unused_parameters:
+            if self.state is State.PROBE:
+                self._window.open(range(len(self.reduction.parameters)))
+            elif self._barren or not synchronised:
+                self._window.open(self._barren)
+        if synchronised and self.state is State.FINISH and self._expected:
+            blind = self._blind_forwards.seen
+            expected = [index for index in self._expected if self.reduction.parameters[index] not in blind]
+            self.reduction.begin(loss, expected, self._window.received)
         return synchronised
 
     # -- after it -----------------------------------------------------------------------------------------------------
@@ -183,8 +214,11 @@ class Run:
         hides = bool(unused) and self.state in (State.PROBE, State.WATCH) and self._hides_parameters(loss, reaching)
         changed, self.change_seen = self.change_seen, False
         waiting = bool(unused) or sat_out or changed
-        tally = self._exchange.post(waiting=waiting, missing=bool(unused) and not sat_out, changed=changed)
-        step = _Step(step_number, tally, unused, hides)
+        relies = self.state is State.FINISH
+        # Before a decision, a rank that sits out is no reason to take one.
+        differs = unused.keys() != self._agreement.here if relies else bool(unused) and not sat_out
+        tally = self._exchange.post(waiting=waiting, differing=differs, changed=changed)
+        step = _Step(step_number, tally, unused, hides, relies)
         self._look_back()
         if self._undecided is not None:
             self._decide(*self._undecided, loss, reaching)
@@ -205,14 +239,23 @@ class Run:
             return {}, frozenset()
         finished = self.reduction.finish(is_used=self._window.received)
         unused = finished.unused
+        if self.state is State.FINISH and self._may_fire_early:
+            self._expect(finished.missing)
+        # To the reducer a parameter whose hook fired is ready, even if the backward brought it no gradient (a custom
+        # autograd function that returned None). The window tells the two apart.
         if self.state is State.PROBE:
-            # To the reducer a parameter whose hook fired is ready, even if the backward brought it no gradient (a
-            # custom autograd function that returned None). The window tells the two apart.
-            for index in range(len(self.reduction.parameters)):
-                if not self._window.received(index):
-                    unused.setdefault(index, None)
+            indices = range(len(self.reduction.parameters))
+            self._barren.update(i for i in indices if i not in unused and not self._window.received(i))
+        unused.update({i: None for i in self._barren if i not in unused and not self._window.received(i)})
         self._window.close()
         return unused, finished.missing
+
+    def _expect(self, missing: frozenset[int]) -> None:
+        """Have the hooks of these parameters fired early from the next step on, wherever they are missing again."""
+        self._blind_forwards.forget()
+        if not missing <= self._expected:
+            self._expected |= missing
+            self._blind_forwards.watch(self.reduction.parameters[index] for index in missing)
 
     def _hides_parameters(self, loss: Tensor, reaching: frozenset[int]) -> bool:
         """Whether the backward of a loss reached some of the reducer's parameters outside the graph of that loss."""
@@ -229,7 +272,7 @@ class Run:
         count = step.tally.read()
         if count.changed:
             self._raise_split(step)
-        if count.missing and self.state is State.WATCH and self._undecided is None:
+        if count.differing and self.state is State.WATCH and self._undecided is None:
             self._undecided = step, self._missed_by(step)
 
     def conclude(self) -> Decision | None:
@@ -256,19 +299,23 @@ class Run:
         missed_by = None
         if count.waiting == world_size:
             # Only now can a parameter be unused everywhere.
-            missed_by = self._missed_by(step)
-            for index, gradient in step.unused.items():
-                if missed_by[index] == world_size:
-                    self.reduction.restore(index, gradient)
+            if count.differing or not step.relies_on_agreement:
+                missed_by = self._missed_by(step)
+            for index in self._agreement.everywhere:
+                self.reduction.restore(index, step.unused[index])
         if count.changed:
             self._agree_on_trainable_set(step)
-        elif self.state in (State.PROBE, State.WATCH) and count.missing and self._undecided is None:
+        elif self.state in (State.PROBE, State.WATCH) and count.differing and self._undecided is None:
             self._decide(step, missed_by or self._missed_by(step), loss, reaching)
         elif probing and not count.waiting:
             self._decide(step, [0] * len(self.reduction.parameters), loss, reaching)
 
     def _missed_by(self, step: _Step) -> list[int]:
-        return self._exchange.count(step.unused, len(self.reduction.parameters))
+        """Exchange the usage map of a step, and go by it from now on."""
+        missed_by = self._exchange.count(step.unused, len(self.reduction.parameters))
+        everywhere = frozenset(index for index in step.unused if missed_by[index] == self._exchange.world_size)
+        self._agreement = _Agreement(frozenset(step.unused), everywhere)
+        return missed_by
 
     def _decide(self, step: _Step, missed_by: list[int], loss: Tensor | None, reaching: frozenset[int]) -> None:
         """Decide from a usage map, on every rank alike; or put it off while a rank has no graph to look into."""
@@ -292,10 +339,13 @@ class Run:
             numels=[parameter.numel() for parameter in self.reduction.parameters],
             missed_by=missed_by,
             obstacles=obstacles,
+            prefers_finish=self._prefers_finish,
         )
         self.state = self._news.state
         if self.state is State.ON:
             self.rewrap_with_flag = True
+        # A reentrant checkpoint's graph is not in that of the loss, so there is no telling what it will reach.
+        self._may_fire_early = Obstacle.REENTRANT not in obstacles
 
     # -- another set of trainable parameters --------------------------------------------------------------------------
 

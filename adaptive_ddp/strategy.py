@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 else:
     _DDPStrategy = object
+
+Fallback: TypeAlias = Literal["find_unused_parameters", "finish"]
 
 _REFUSED = {
     "find_unused_parameters": (
@@ -60,19 +62,31 @@ class AdaptiveDDPMixin(_DDPStrategy):
 
     Args:
         *args: as for ``DDPStrategy``.
+        fallback: what to do once some rank left a parameter without a gradient. ``"find_unused_parameters"``: wrap the
+            module again with the flag on, where the flag can serve the graph. ``"finish"``: leave the flag off and
+            finish each step's reduction in place. The gradients are the same bits; ``docs/performance.md`` says which
+            is faster when.
         **kwargs: as for ``DDPStrategy``, those that it hands on to ``DistributedDataParallel`` included.
 
     Raises:
-        ValueError: for ``find_unused_parameters``, ``static_graph`` or ``skip_all_reduce_unused_params``.
+        ValueError: for ``find_unused_parameters``, ``static_graph`` or ``skip_all_reduce_unused_params``, and for a
+            ``fallback`` that there is not.
         RuntimeError: if this torch lacks the private calls that finishing a reduction needs.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, fallback: Fallback = "find_unused_parameters", **kwargs: Any) -> None:
         for name, reason in _REFUSED.items():
             if name in kwargs:
                 raise ValueError(f"{type(self).__name__}({name}={kwargs[name]!r}): {reason}.")
+        if fallback not in get_args(Fallback):
+            raise ValueError(
+                f"{type(self).__name__}(fallback={fallback!r}): there is no such fallback. Write"
+                ' fallback="find_unused_parameters" (the default) to turn the flag on once a parameter got no gradient,'
+                ' or fallback="finish" to leave it off and finish each reduction in place.'
+            )
         require_private_api()
         super().__init__(*args, **kwargs)
+        self._fallback = fallback
         self._run: Run | None = None
         self._decision: Decision | None = None
         self._warned_of: set[str] = set()
@@ -103,7 +117,8 @@ class AdaptiveDDPMixin(_DDPStrategy):
     def _begin(self, state: State) -> None:
         """Start on a wrapper that has just been made."""
         # A module whose every reduction was put off by the user (delay_all_reduce_named_params) has no reducer.
-        self._run = Run(self._wrapper, state) if hasattr(self._wrapper, "reducer") else None
+        has_reducer = hasattr(self._wrapper, "reducer")
+        self._run = Run(self._wrapper, state, prefers_finish=self._fallback == "finish") if has_reducer else None
 
     # -- a training step ----------------------------------------------------------------------------------------------
 
@@ -207,7 +222,7 @@ class AdaptiveDDPMixin(_DDPStrategy):
             closure_loss = self._mend_manual_loss(run, closure_loss)
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        synchronised = run is not None and run.before_backward()
+        synchronised = run is not None and run.before_backward(closure_loss)
         self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
         if run is not None and synchronised:
             self._after_backward(run, closure_loss)

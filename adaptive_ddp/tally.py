@@ -1,8 +1,8 @@
 """What the ranks tell each other: the tally and the usage map.
 
 Promise: a rank never waits here for anything but what every other rank contributes to in the same backward, and what
-crosses the network is one integer a step, and one integer a parameter in the few steps in which something is missing
-on every rank or a decision is taken. Neither grows with the number of ranks.
+crosses the network is one integer a step, and one integer a parameter in the few steps in which what is missing on
+every rank has changed or a decision is taken. Neither grows with the number of ranks.
 
 Limits: all ranks must post the same tallies in the same order, each after the reduction of its backward has been
 finished (``reducer.py``): on the same process group, a collective of ours before that would meet another rank's
@@ -30,12 +30,12 @@ class Count(NamedTuple):
 
     Attributes:
         waiting: ranks that read this tally in its own step. When that is all of them, all know it.
-        missing: ranks that left a parameter without a gradient, and did not sit the step out.
+        differing: ranks whose unused parameters are not those of the usage map that was exchanged last.
         changed: ranks whose set of trainable parameters is no longer the one that was wrapped.
     """
 
     waiting: int
-    missing: int
+    differing: int
     changed: int
 
 
@@ -80,15 +80,15 @@ class Exchange:
         """The number of ranks."""
         return self._group.size()
 
-    def post(self, *, waiting: bool, missing: bool, changed: bool) -> PostedTally:
+    def post(self, *, waiting: bool, differing: bool, changed: bool) -> PostedTally:
         """Contribute this rank's part to the tally of the current step, without waiting for the others.
 
         Args:
             waiting: this rank will read the tally before it goes on.
-            missing: it left a parameter without a gradient, and did not sit the step out.
+            differing: its unused parameters are not those of the usage map that was exchanged last.
             changed: its set of trainable parameters is no longer the one that was wrapped.
         """
-        part = waiting | missing << _BITS | changed << 2 * _BITS
+        part = waiting | differing << _BITS | changed << 2 * _BITS
         value = torch.full((1,), part, dtype=torch.int64, device=self._device)
         return PostedTally(value, dist.all_reduce(value, group=self._group, async_op=True))
 

@@ -10,7 +10,7 @@ never opened costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -28,23 +28,22 @@ class AccumulationWindow:
         self._parameters = parameters
         self._handles: list[RemovableHandle] = []
         self._received: set[int] = set()
-        self._held: frozenset[int] = frozenset()
+        self._recorded: frozenset[int] = frozenset()
         self._is_open = False
-        self._records_all = False
 
-    def open(self, *, record_all: bool) -> None:
+    def open(self, always: Collection[int]) -> None:
         """Start recording, before the first backward of a window; on an open window, do nothing.
 
         Args:
-            record_all: record every parameter. Otherwise only those that hold a gradient from before the window are
-                recorded, since of the others ``.grad`` itself tells; that is one look at each ``.grad``.
+            always: record these parameters. Of the others only those are recorded that hold a gradient from before the
+                window, since for the rest ``.grad`` itself tells; that is one look at each ``.grad``.
         """
         if self._is_open:
             return
         self._is_open = True
-        self._records_all = record_all
-        self._held = frozenset(index for index, p in enumerate(self._parameters) if p.grad is not None)
-        for index in range(len(self._parameters)) if record_all else self._held:
+        held = (index for index, parameter in enumerate(self._parameters) if parameter.grad is not None)
+        self._recorded = frozenset(held).union(always)
+        for index in self._recorded:
             self._handles.append(self._record(index))
 
     def close(self) -> None:
@@ -53,7 +52,7 @@ class AccumulationWindow:
             handle.remove()
         self._handles.clear()
         self._received = set()
-        self._held = frozenset()
+        self._recorded = frozenset()
         self._is_open = False
 
     def received(self, index: int) -> bool:
@@ -65,7 +64,7 @@ class AccumulationWindow:
         """
         if not self._is_open:
             return False
-        if self._records_all or index in self._held:
+        if index in self._recorded:
             return index in self._received
         return self._parameters[index].grad is not None
 

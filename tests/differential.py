@@ -34,6 +34,8 @@ class Case:
     model: Callable[[], LightningModule]
     batches: int = 5
     strategy: dict[str, Any] = field(default_factory=dict)
+    # Arguments that the references do not have.
+    ours: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
     references: tuple[str, ...] = ("flag", "oracle")
     # None: equal bit for bit.
@@ -104,7 +106,8 @@ def train(case: Case, contender: str) -> tuple[Trace, Trainer]:
     model = case.model()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = make_trainer(CONTENDERS[contender](**case.strategy), [tracer], **case.trainer)
+        options = {**case.strategy, **case.ours} if contender == "adaptive" else case.strategy
+        trainer = make_trainer(CONTENDERS[contender](**options), [tracer], **case.trainer)
         trainer.fit(model, batches_of_this_rank(case))
     tracer.trace.warnings = [str(w.message) for w in caught if issubclass(w.category, UnusedParametersWarning)]
     return tracer.trace, trainer

@@ -68,6 +68,15 @@ class OwnBranch:
         return (0, 1 + (batch_idx + rank) % 2)
 
 
+class OwnLater:
+    """Nobody uses branch 2; from batch 3 on rank 0 does; from batch 6 on rank 0 uses nothing but it."""
+
+    def __call__(self, batch_idx: int, rank: int, world_size: int) -> tuple[int, ...]:
+        if rank or batch_idx < 3:
+            return (0, 1)
+        return (0, 1, 2) if batch_idx < 6 else (2,)
+
+
 class InMicroBatch:
     """Of every window of ``length`` micro-batches only number ``used_in`` uses branch 1, on the given ranks."""
 
@@ -315,6 +324,36 @@ class PartlyCheckpointed(Branches):
             return sum(self.branches[b](hidden) for b in used)
 
         return self.loss(checkpoint(inner, self.trunk(batch), use_reentrant=True), batch)
+
+
+class LateCheckpoint(Branches):
+    """Branch 2, where it is used, runs under reentrant checkpointing; the others never do."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        hidden = self.trunk(batch)
+        used = self.usage(batch_idx, dist.get_rank(), dist.get_world_size())
+        output = sum(self.branches[b](hidden) for b in used if b < 2)
+        if 2 in used:
+            output = output + checkpoint(self.branches[2], hidden, use_reentrant=True)
+        return self.loss(output, batch)
+
+
+class AsksFirst(Branches):
+    """Its own backward first takes gradients by the hidden layer, or by a parameter, from the graph of the loss."""
+
+    def __init__(self, usage: Usage, by_parameter: bool) -> None:
+        super().__init__(usage)
+        self.by_parameter = by_parameter
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.hidden = self.trunk(batch)
+        used = self.usage(batch_idx, dist.get_rank(), dist.get_world_size())
+        return self.loss(sum(self.branches[branch](self.hidden) for branch in used), batch)
+
+    def backward(self, loss: Tensor) -> None:
+        asked = self.trunk.weight if self.by_parameter else self.hidden
+        torch.autograd.grad(loss, asked, retain_graph=True)
+        loss.backward()
 
 
 class SparseBranches(LightningModule):

@@ -7,11 +7,16 @@ from typing import Any
 
 import models
 import pytest
-from differential import Case, Outcome, run_case
-from models import LateEverywhere, OnlyOnce, SomeRanks
+import test_strategy
+from differential import Case, Outcome, batches_of_this_rank, make_trainer, run_case
+from models import LateEverywhere, OnlyOnce, OwnBranch, OwnLater, SomeRanks
+from pytorch_lightning import Callback
 from ranks import RankError, Ranks
 
+from adaptive_ddp import AdaptiveDDPStrategy
 from adaptive_ddp.decision import Obstacle, State
+from adaptive_ddp.reducer import Reduction
+from adaptive_ddp.tally import Exchange
 
 USAGES = [models.never_last, models.never_first, LateEverywhere(2), SomeRanks(0, 1), SomeRanks(2, 0), OnlyOnce(2, 1)]
 
@@ -78,6 +83,84 @@ def test_an_additive_embedding_does_not_halve_the_gradients_of_earlier_layers(ra
     for outcome in ranks(2).run(run_case, case):
         assert outcome.differences == []
         assert outcome.flags == [False] * 5
+
+
+FINISH = {"fallback": "finish"}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("usage", test_strategy.USAGES)
+def test_finish_as_the_fallback_equals_both_references(ranks: Ranks, usage: str, world_size: int) -> None:
+    case = test_strategy.branches(test_strategy.USAGES[usage](world_size - 1), world_size, batches=7, ours=FINISH)
+    for outcome in test_strategy.run(ranks, world_size, case):
+        assert outcome.final_decision.state is State.FINISH
+        assert outcome.final_decision.obstacles == ()
+        assert not any(outcome.flags)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("strategy", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.0001}], ids=str)
+@pytest.mark.parametrize("model", [models.Branches, models.KeepsZeros, models.NeverZeroes, models.BlockedBranch])
+@pytest.mark.parametrize("usage", [models.never_last, OwnLater(), SomeRanks(4, 1), OwnBranch()], ids=repr)
+def test_finish_as_the_fallback_with_gradients_from_before(
+    ranks: Ranks, model: Any, accumulate: int, strategy: dict[str, Any], usage: models.Usage
+) -> None:
+    trainer = {"accumulate_grad_batches": accumulate}
+    test_strategy.run(ranks, 2, Case(partial(model, usage), 9, strategy, FINISH, trainer, references=("flag",)))
+
+
+@pytest.mark.parametrize("usage", [OwnLater(), LateEverywhere(2), OwnBranch()], ids=repr)
+def test_a_checkpoint_that_comes_later_is_not_finished_too_early(ranks: Ranks, usage: models.Usage) -> None:
+    test_strategy.run(ranks, 2, Case(partial(models.LateCheckpoint, usage), 9, ours=FINISH, references=("oracle",)))
+
+
+@pytest.mark.parametrize("by_parameter", [False, True])
+@pytest.mark.parametrize("usage", [models.never_last, OwnLater(), OwnBranch()], ids=repr)
+def test_a_backward_that_asks_for_gradients_first(ranks: Ranks, usage: models.Usage, by_parameter: bool) -> None:
+    test_strategy.run(ranks, 2, Case(partial(models.AsksFirst, usage, by_parameter), 9, ours=FINISH))
+
+
+def hooks_fired(usage: models.Usage) -> tuple[list[int], list[int], list[int]]:
+    """For each step: the hooks fired at the start of the backward, those fired after it, and the usage maps."""
+    counts: dict[str, list[int]] = {"early": [], "late": [], "maps": []}
+
+    def counting(name: str, original: Any, number: Any) -> Any:
+        def counted(*args: Any) -> Any:
+            counts[name][-1] += number(*args)
+            return original(*args)
+
+        return counted
+
+    class Steps(Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            for row in counts.values():
+                row.append(0)
+
+    case = Case(partial(models.Branches, usage), 8)
+    strategy = AdaptiveDDPStrategy(fallback="finish")
+    with pytest.MonkeyPatch.context() as patch:
+        mark, fire, count = Reduction.mark_ready, Reduction._fire, Exchange.count
+        patch.setattr(Reduction, "mark_ready", counting("early", mark, lambda *args: 1))
+        patch.setattr(Reduction, "_fire", counting("late", fire, lambda self, indices: len(indices)))
+        patch.setattr(Exchange, "count", counting("maps", count, lambda self, indices, size: size > 2))
+        make_trainer(strategy, [Steps()]).fit(case.model(), batches_of_this_rank(case))
+    return counts["early"], counts["late"], counts["maps"]
+
+
+def test_what_was_missing_before_is_fired_at_the_start_and_no_map_is_exchanged(ranks: Ranks) -> None:
+    for early, late, maps in ranks(2).run(hooks_fired, models.never_last):
+        assert late == [4, 4, 0, 0, 0, 0, 0, 0]
+        assert early == [0, 0, 4, 4, 4, 4, 4, 4]
+        assert maps == [1, 0, 0, 0, 0, 0, 0, 0]
+
+
+def test_maps_are_exchanged_when_what_all_ranks_miss_may_have_changed(ranks: Ranks) -> None:
+    (early, late, maps), others = ranks(2).run(hooks_fired, OwnLater())
+    # Branch 2 is used by rank 0 alone, then nothing but it.
+    assert early == [0, 0, 4, 0, 0, 0, 0, 8]
+    assert late == [4, 4, 0, 0, 0, 0, 8, 0]
+    assert maps == others[2] == [1, 0, 0, 0, 0, 0, 1, 0]
+    assert others[:2] == ([0, 0, 4, 4, 4, 4, 4, 4], [4, 4, 0, 0, 0, 0, 0, 0])
 
 
 def under_the_flag_or_plain(contender: str, case: Case) -> bool:

@@ -18,19 +18,22 @@ import models
 import pytest
 import torch.distributed as dist
 from differential import Case, batches_of_this_rank, make_trainer, run_case
-from models import InMicroBatch, LateEverywhere, OnlyOnce, SomeRanks
+from models import InMicroBatch, LateEverywhere, OnlyOnce, OwnLater, SomeRanks
 from pytorch_lightning import Callback, Trainer
 from ranks import RankError, Ranks
 from test_sit_out import scaled
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from adaptive_ddp import AdaptiveDDPStrategy, reducer, strategy, tally, window
+from adaptive_ddp import AdaptiveDDPStrategy, graph, reducer, strategy, tally, window
 from adaptive_ddp import run as run_module
 from adaptive_ddp.run import Run
 from adaptive_ddp.strategy import AdaptiveDDPMixin
 
 # A group in which ranks wait for each other is killed after this; with everything in place a case takes under a second.
 BOUND_S = 5.0
+
+
+FINISH = {"fallback": "finish"}
 
 
 def without_finish() -> tuple[Any, str, Any]:
@@ -98,6 +101,38 @@ def without_reducing_outside() -> tuple[Any, str, Any]:
     return Run, "_reduce_outside", lambda self: None
 
 
+def without_looking_out_for_checkpoints() -> tuple[Any, str, Any]:
+    return graph.BlindForwards, "seen", frozenset()
+
+
+def without_telling_a_backward_from_a_question() -> tuple[Any, str, Any]:
+    return reducer._EarlyFiring, "_is_real_backward", lambda self: True
+
+
+def without_noticing_another_usage() -> tuple[Any, str, Any]:
+    calls = []
+
+    def post(self: Any, *, differing: bool, **said: bool) -> Any:
+        calls.append(differing)
+        return original(self, differing=differing and len(calls) == 1, **said)
+
+    original = tally.Exchange.post
+    return tally.Exchange, "post", post
+
+
+def without_knowing_the_barren() -> tuple[Any, str, Any]:
+    class Forgetful(set[int]):
+        def update(self, *others: Any) -> None:
+            pass
+
+    def begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self._barren = Forgetful()
+
+    original = Run.__init__
+    return Run, "__init__", begin
+
+
 def without_keeping_something_for_the_scaler() -> tuple[Any, str, Any]:
     return AdaptiveDDPMixin, "_keep_scaler_content", lambda self, run: None
 
@@ -160,6 +195,19 @@ TAKEN_AWAY = {
     "reducing what is outside": (
         without_reducing_outside,
         Case(partial(models.Freezes, models.all_used, {2: {1: True}}, {1: False}), references=("oracle",)),
+    ),
+    "looking out for checkpoints": (
+        without_looking_out_for_checkpoints,
+        Case(partial(models.LateCheckpoint, OwnLater()), 9, ours=FINISH, references=("oracle",)),
+    ),
+    "telling a backward from a question": (
+        without_telling_a_backward_from_a_question,
+        Case(partial(models.AsksFirst, models.OwnBranch(), False), 9, ours=FINISH),
+    ),
+    "noticing another usage": (without_noticing_another_usage, case(OwnLater(), batches=9, ours=FINISH)),
+    "knowing the barren": (
+        without_knowing_the_barren,
+        Case(partial(models.BlockedBranch, models.never_last), ours=FINISH),
     ),
     "the buffers' rhythm": (without_the_buffers_rhythm, Case(partial(models.Gan, False), references=("flag",))),
 }

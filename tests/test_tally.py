@@ -14,9 +14,9 @@ def exchange() -> Exchange:
     return Exchange(dist.group.WORLD, torch.device("cpu"))
 
 
-def tally(waiting: tuple[int, ...], missing: tuple[int, ...], changed: tuple[int, ...]) -> Count:
+def tally(waiting: tuple[int, ...], differing: tuple[int, ...], changed: tuple[int, ...]) -> Count:
     rank = dist.get_rank()
-    posted = exchange().post(waiting=rank in waiting, missing=rank in missing, changed=rank in changed)
+    posted = exchange().post(waiting=rank in waiting, differing=rank in differing, changed=rank in changed)
     assert posted.read() == posted.read()
     return posted.read()
 
@@ -35,8 +35,8 @@ def test_the_counts_of_a_million_ranks_do_not_mix() -> None:
 
 def two_tallies_read_backwards() -> list[Count]:
     channel, rank = exchange(), dist.get_rank()
-    first = channel.post(waiting=True, missing=rank == 0, changed=False)
-    second = channel.post(waiting=True, missing=True, changed=False)
+    first = channel.post(waiting=True, differing=rank == 0, changed=False)
+    second = channel.post(waiting=True, differing=True, changed=False)
     return [second.read(), first.read()] if rank else [first.read(), second.read()]
 
 
