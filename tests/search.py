@@ -11,7 +11,7 @@ What is not drawn, since no data-parallel training of it is defined or DDP canno
 * a layer that is used both in a reentrant checkpoint and once more in the same backward: its hook fires twice, and DDP
   stops with "mark a variable ready only once" under either flag;
 * checkpointing that first shows after the flag has been turned on: in a case with a checkpoint, the anchor is in one
-  that every rank uses on every batch;
+  that every rank uses on every batch, unless the fallback leaves the flag off;
 * weight decay and momentum on sparse gradients, which SGD cannot add to dense weights.
 """
 
@@ -119,6 +119,7 @@ class SearchCase(_Literal):
         layers: the kind of each: "linear", "scale", "table" or "sparse".
         nodes: the forward. The loss is over every output that no node takes.
         input_requires_grad: so does the batch.
+        fallback: the strategy's argument.
         zero_grad: what happens to gradients between steps: "to None", "to zero" or "never".
         bucket_bytes: the capacity of a bucket, or None for DDP's own.
     """
@@ -132,6 +133,7 @@ class SearchCase(_Literal):
     sit_outs: tuple[SitOut, ...] = ()
     freezes: tuple[Freeze, ...] = ()
     input_requires_grad: bool = False
+    fallback: str = "find_unused_parameters"
     optimizer: str = "SGD"
     zero_grad: str = "to None"
     gradient_as_bucket_view: bool = False
@@ -227,7 +229,8 @@ class SearchCase(_Literal):
                 everywhere &= not sits_out
                 if received != trainable and not sits_out:
                     sparse = any(_is_sparse(self, name) for name in trainable)
-                    return State.FINISH if sparse or self.is_checkpointed else State.ON, step
+                    finishes = sparse or self.is_checkpointed or self.fallback == "finish"
+                    return State.FINISH if finishes else State.ON, step
             if everywhere and watched is None:
                 watched = State.WATCH, step
         return watched
@@ -248,7 +251,7 @@ class SearchCase(_Literal):
         return (decision.state, decision.step) == expected
 
 
-# Never frozen; in a case with a checkpoint, in one, and never skipped.
+# Never frozen; in a case with a checkpoint never skipped, and in one unless the fallback leaves the flag off.
 _ANCHOR = "layers.0.weight"
 _PARAMETERS = {
     "linear": ("weight", "bias"),
@@ -373,7 +376,7 @@ class Outcome:
 
 def run_search_case(case: SearchCase) -> Outcome:
     """Train a case under the strategy and its references on this rank; say where they differ."""
-    ours, decision = _train(case, AdaptiveDDPStrategy(**_ddp_options(case)))
+    ours, decision = _train(case, AdaptiveDDPStrategy(fallback=case.fallback, **_ddp_options(case)))
     differences = across_ranks(ours.trace)
     references: dict[str, DDPStrategy] = {"oracle": SparseOracle(broadcast_buffers=True)}
     if case.flag_serves:
@@ -433,16 +436,19 @@ def cases(draw: st.DrawFn, without: Without = Without()) -> SearchCase:
     """Draw a case. What it leaves out, and why, is said at the top of the file."""
     world_size = draw(st.sampled_from([2] * 20 + [1, 1, 3, 4]))
     accumulate = draw(st.sampled_from([1, 1, 2, 3]))
-    batches = draw(st.integers(3, 5 if accumulate == 1 else 6))
+    fallback = draw(st.sampled_from(["find_unused_parameters", "finish"]))
+    # The second step after the decision is the first in which FINISH fires hooks early.
+    batches = draw(st.integers(3, 5 if accumulate == 1 and fallback != "finish" else 6))
     checkpoints = not without.checkpoints and draw(_one_in(4))
     sparse = not without.sparse and draw(_one_in(4))
-    layers, nodes = draw(_modules(checkpoints=checkpoints, sparse=sparse))
+    layers, nodes = draw(_modules(checkpoints=checkpoints, anchored=fallback != "finish", sparse=sparse))
     case = SearchCase(
         layers=layers,
         nodes=nodes,
         world_size=world_size,
         batches=batches,
         accumulate=accumulate,
+        fallback=fallback,
         input_requires_grad=checkpoints or draw(_one_in(4)),
         # Adam makes as much of a gradient of 1e-17 as of one of 1, so it cannot be compared with a tolerance.
         optimizer=draw(st.sampled_from(["SGD", "AdamW"])) if world_size <= 2 and not sparse else "SGD",
@@ -487,14 +493,16 @@ def _one_in(n: int) -> st.SearchStrategy[bool]:
 
 
 @st.composite
-def _modules(draw: st.DrawFn, checkpoints: bool, sparse: bool) -> tuple[tuple[str, ...], tuple[Node, ...]]:
+def _modules(
+    draw: st.DrawFn, checkpoints: bool, anchored: bool, sparse: bool
+) -> tuple[tuple[str, ...], tuple[Node, ...]]:
     kinds = ["linear", "linear", "scale", "table"] + ["sparse"] * (3 if sparse else 0)
     layers: list[str] = []
     # Those that may be used once more.
     shareable: list[int] = []
     nodes: list[Node] = []
     for number in range(draw(st.integers(1, 4))):
-        checkpointed = checkpoints and (number == 0 or draw(st.booleans()))
+        checkpointed = checkpoints and ((anchored and number == 0) or draw(st.booleans()))
         chain = []
         for _ in range(draw(st.sampled_from([1, 1, 2]))):
             if shareable and not checkpointed and draw(_one_in(6)):
@@ -646,6 +654,7 @@ def kinds(case: SearchCase, outcome: Outcome) -> set[str]:
         "sitting out": any(case.sits_out(b, r) for b in range(case.batches) for r in range(case.world_size)),
         "frozen throughout": bool(case.frozen(AT_WRAPPING)) and not case.changes,
         "freezing": case.changes,
+        "fallback finish": case.fallback == "finish",
         "bucket views": case.gradient_as_bucket_view,
         "also against the flag": case.flag_serves,
         "decision checked": case.expected_decision() is not None,

@@ -29,8 +29,9 @@ OPEN = Without()
 # What a search has to have been through, to be worth something, and in how many of a hundred cases at least.
 SHARES = {
     "through WATCH": 20,
+    "fallback finish": 30,
     "through ON": 10,
-    "through FINISH": 5,
+    "through FINISH": 15,
     "sitting out": 10,
     "freezing": 10,
     "sparse": 10,
