@@ -11,9 +11,9 @@ collective of this rank.
 This is the only file of the package that touches torch's private API, and it imports torch alone. What it uses, with
 the file of torch that defines it (read and run with torch 2.13.0):
 
-* ``DistributedDataParallel._check_reducer_finalized`` and ``Reducer._check_reducer_finalized``: returns at once when
-  the reduction finished, raises the reduction error when it did not (``torch/csrc/distributed/c10d/reducer.cpp``,
-  ``ensure_prior_reduction_finished``). The error's text lists the indices of the missing parameters, 100 at most.
+* ``Reducer._check_reducer_finalized``: returns at once when the reduction finished, raises the reduction error when it
+  did not (``torch/csrc/distributed/c10d/reducer.cpp``, ``ensure_prior_reduction_finished``). The error's text lists the
+  indices of the missing parameters, 100 at most.
 * ``Reducer._autograd_hook(index)``: what the reducer's own hook on a parameter calls when that parameter's gradient is
   ready (same file, ``autograd_hook``). A no-op while the reducer expects no gradients.
 * ``Reducer._remove_autograd_hooks``: takes the reducer's hooks off the parameters (same file).
@@ -42,7 +42,6 @@ from torch.nn.parallel import DistributedDataParallel
 CHECKED_TORCH_VERSIONS = ("2.13.0",)
 
 _PRIVATE_CALLS = (
-    (DistributedDataParallel, "_check_reducer_finalized"),
     (DistributedDataParallel, "_build_params_for_reducer"),
     (torch._C, "_will_engine_execute_node"),
     (getattr(torch._C, "_distributed_c10d", None), "Reducer._autograd_hook"),
@@ -147,6 +146,12 @@ class Reduction:
             range(len(self.parameters)), key=lambda index: (self.expects_sparse[index], self.parameters[index].numel())
         )
 
+        # Whether waking the reducer may change the canary's gradient: it becomes part of a bucket, is divided in place
+        # (reducer.cpp, mark_variable_ready_dense and _sparse), or the reduction is complete at once.
+        self._wake_writes = (
+            ddp.gradient_as_bucket_view or self.expects_sparse[self._canary] or len(self.parameters) == 1
+        )
+
     def begin(self, loss: Tensor, expected: Collection[int], is_used: Callable[[int], bool]) -> None:
         """Have the hooks of parameters that are expected to be missing fired at the start of the next backward.
 
@@ -203,8 +208,11 @@ class Reduction:
         missing = self._missing()
         # A hook that was fired early would have shown the stall.
         if not missing and wakes and not fired:
-            used, gradient = is_used(self._canary), self.prepare(self._canary, copy=True)
+            used = is_used(self._canary)
+            gradient = self.prepare(self._canary, copy=self._wake_writes)
             if self._wake():
+                if not self._wake_writes:
+                    gradient = self.prepare(self._canary, copy=True)
                 fired.add(self._canary)
                 if not used:
                     unused[self._canary] = gradient
@@ -237,7 +245,7 @@ class Reduction:
     def _missing(self) -> list[int]:
         """The parameters that the reducer still waits for, once any hook fired; 100 at most."""
         try:
-            self._ddp._check_reducer_finalized()
+            self._ddp.reducer._check_reducer_finalized()
         except RuntimeError as error:
             if _UNFINISHED not in str(error):
                 raise

@@ -73,6 +73,8 @@ class Run:
         ddp: the wrapper.
         state: PROBE for one with the flag off, ON for one with the flag on.
         prefers_finish: decide on FINISH where ON would do too.
+        toggles: the user may freeze parameters for a single backward (manual optimization). Then :meth:`note_frozen` is
+            to be called with the set at rest, and what a backward finds frozen is no change of the set.
 
     Attributes:
         reduction: the wrapper's reducer.
@@ -86,12 +88,15 @@ class Run:
             not.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, state: State, *, prefers_finish: bool = False) -> None:
+    def __init__(
+        self, ddp: DistributedDataParallel, state: State, *, prefers_finish: bool = False, toggles: bool = False
+    ) -> None:
         self._ddp = ddp
         self.reduction = Reduction(ddp)
         self.trainable = TrainableSet(ddp.module, ddp.parameters_to_ignore)
         self.state = state
         self._prefers_finish = prefers_finish
+        self._toggles = toggles
         self.rewrap_with_flag: bool | None = None
         self.change_seen = False
         self.stands_in = False
@@ -142,17 +147,22 @@ class Run:
 
     # -- before a backward --------------------------------------------------------------------------------------------
 
-    def note_trainable_set(self) -> None:
-        """Look whether parameters were frozen or unfrozen on this rank; before a backward, with the set at rest."""
-        if self.trainable.has_changed():
-            self.change_seen = True
-            self._unfrozen.update(self.trainable.unfrozen())
-
     def note_unfrozen(self) -> None:
-        """Look for unfrozen parameters only: a step that toggles ``requires_grad`` on the way has frozen some."""
+        """Look for parameters that were unfrozen on this rank; before each backward."""
         if unfrozen := self.trainable.unfrozen():
             self.change_seen = True
             self._unfrozen.update(unfrozen)
+
+    def note_frozen(self) -> None:
+        """Look for parameters that were frozen on this rank; with the set at rest, once before each backward.
+
+        Without the flag a frozen parameter is missing, and :meth:`after_backward` sees it. To the flag it is one that
+        is unused, whose gradient is right: there it is enough to look at a few parameters a step.
+        """
+        if self._toggles:
+            self.change_seen |= self.trainable.has_changed()
+        elif self._ddp.find_unused_parameters:
+            self.change_seen |= self.trainable.glance()
 
     def reaches_nothing(self, loss: Tensor) -> bool:
         """Whether a backward from the loss is impossible, or would have the other ranks wait for ever."""
@@ -164,6 +174,7 @@ class Run:
     def stand_in(self) -> Tensor:
         """A zero for a rank without a loss of its own: its backward contributes zeros to the others' step."""
         self.stands_in = True
+        self.change_seen |= not self._toggles and self.trainable.has_changed()
         if self._ddp.find_unused_parameters:
             # Under the flag no reduction starts before some hook has fired.
             return touch(self.reduction.parameters)
@@ -208,23 +219,26 @@ class Run:
                 process group fails.
         """
         self._news = None
+        self._set_changed = False
         unused, missing = self._finish_reduction()
-        reaching = frozenset(range(len(self.reduction.parameters))) - missing
-        sat_out = self.stands_in or not reaching
-        hides = bool(unused) and self.state in (State.PROBE, State.WATCH) and self._hides_parameters(loss, reaching)
+        parameters = self.reduction.parameters
+        if missing and not self._toggles and not all(parameters[index].requires_grad for index in missing):
+            self.change_seen = True
         changed, self.change_seen = self.change_seen, False
+        sat_out = self.stands_in or len(missing) == len(parameters)
         waiting = bool(unused) or sat_out or changed
         relies = self.state is State.FINISH
         # Before a decision, a rank that sits out is no reason to take one.
         differs = unused.keys() != self._agreement.here if relies else bool(unused) and not sat_out
         tally = self._exchange.post(waiting=waiting, differing=differs, changed=changed)
+        decides = self.state in (State.PROBE, State.WATCH)
+        hides = decides and bool(unused) and self._hides_parameters(loss, missing)
         step = _Step(step_number, tally, unused, hides, relies)
         self._look_back()
         if self._undecided is not None:
-            self._decide(*self._undecided, loss, reaching)
-        self._set_changed = False
+            self._decide(*self._undecided, loss, missing)
         if waiting or self.state is State.PROBE:
-            self._settle(step, loss, reaching)
+            self._settle(step, loss, missing)
         else:
             # Read in the next step, so that a rank that used everything does not wait for the others in this one.
             self._open_step = step
@@ -257,10 +271,10 @@ class Run:
             self._expected |= missing
             self._blind_forwards.watch(self.reduction.parameters[index] for index in missing)
 
-    def _hides_parameters(self, loss: Tensor, reaching: frozenset[int]) -> bool:
+    def _hides_parameters(self, loss: Tensor, missing: frozenset[int]) -> bool:
         """Whether the backward of a loss reached some of the reducer's parameters outside the graph of that loss."""
         reached = set(reached_parameters(loss))
-        return any(self.reduction.parameters[index] not in reached for index in reaching)
+        return any(p not in reached for index, p in enumerate(self.reduction.parameters) if index not in missing)
 
     # -- the ranks' agreement -----------------------------------------------------------------------------------------
 
@@ -287,7 +301,7 @@ class Run:
             self._decide(*self._undecided, None, frozenset())
         return self._news
 
-    def _settle(self, step: _Step, loss: Tensor, reaching: frozenset[int]) -> None:
+    def _settle(self, step: _Step, loss: Tensor, missing: frozenset[int]) -> None:
         """Read a tally in its own step, and act on it."""
         count = step.tally.read()
         world_size = self._exchange.world_size
@@ -306,9 +320,9 @@ class Run:
         if count.changed:
             self._agree_on_trainable_set(step)
         elif self.state in (State.PROBE, State.WATCH) and count.differing and self._undecided is None:
-            self._decide(step, missed_by or self._missed_by(step), loss, reaching)
+            self._decide(step, missed_by or self._missed_by(step), loss, missing)
         elif probing and not count.waiting:
-            self._decide(step, [0] * len(self.reduction.parameters), loss, reaching)
+            self._decide(step, [0] * len(self.reduction.parameters), loss, missing)
 
     def _missed_by(self, step: _Step) -> list[int]:
         """Exchange the usage map of a step, and go by it from now on."""
@@ -317,14 +331,14 @@ class Run:
         self._agreement = _Agreement(frozenset(step.unused), everywhere)
         return missed_by
 
-    def _decide(self, step: _Step, missed_by: list[int], loss: Tensor | None, reaching: frozenset[int]) -> None:
+    def _decide(self, step: _Step, missed_by: list[int], loss: Tensor | None, missing: frozenset[int]) -> None:
         """Decide from a usage map, on every rank alike; or put it off while a rank has no graph to look into."""
         obstacles = [Obstacle.SPARSE] if any(self.reduction.expects_sparse) else []
         if uses_power_sgd(self._ddp):
             obstacles.append(Obstacle.POWER_SGD)
         if any(missed_by):
-            hides = step.hides_parameters or (loss is not None and self._hides_parameters(loss, reaching))
-            lacks_graph = loss is not None and not reaching
+            hides = step.hides_parameters or (loss is not None and self._hides_parameters(loss, missing))
+            lacks_graph = loss is not None and len(missing) == len(self.reduction.parameters)
             hidden, without_graph = self._exchange.count([0] * hides + [1] * lacks_graph, 2)
             if hidden:
                 obstacles.append(Obstacle.REENTRANT)

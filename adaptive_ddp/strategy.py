@@ -118,7 +118,8 @@ class AdaptiveDDPMixin(_DDPStrategy):
         """Start on a wrapper that has just been made."""
         # A module whose every reduction was put off by the user (delay_all_reduce_named_params) has no reducer.
         has_reducer = hasattr(self._wrapper, "reducer")
-        self._run = Run(self._wrapper, state, prefers_finish=self._fallback == "finish") if has_reducer else None
+        options = {"prefers_finish": self._fallback == "finish", "toggles": not self._is_automatic}
+        self._run = Run(self._wrapper, state, **options) if has_reducer else None
 
     # -- a training step ----------------------------------------------------------------------------------------------
 
@@ -144,9 +145,7 @@ class AdaptiveDDPMixin(_DDPStrategy):
         if run is None:
             return super().training_step(*args, **kwargs)
         run.stands_in = False
-        # Under manual optimization a step may toggle requires_grad on the way; between steps it should be at rest.
-        if not self._is_automatic and run.trainable.has_changed():
-            run.change_seen = True
+        run.note_frozen()
         with self._mended_step(run) if self._is_automatic else nullcontext():
             output = super().training_step(*args, **kwargs)
         self._rewrap_if_due()
@@ -183,7 +182,7 @@ class AdaptiveDDPMixin(_DDPStrategy):
 
     def _mend(self, run: Run, output: Any) -> Any:
         """Replace a missing loss; under the flag, add a touch of every parameter to one that reaches none."""
-        run.note_trainable_set()
+        run.note_unfrozen()
         if output is None:
             return self._stand_in(run)
         loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -193,10 +192,11 @@ class AdaptiveDDPMixin(_DDPStrategy):
         return output
 
     def _stand_in(self, run: Run) -> Tensor:
+        zero = run.stand_in()
         # A rank that trains what is not in the reducer yet has not sat out.
         if not run.change_seen:
             self._warn_of_sit_out()
-        return run.stand_in()
+        return zero
 
     def _warn_of_sit_out(self) -> None:
         self._sit_outs += 1

@@ -1,7 +1,8 @@
 """The set of trainable parameters, and whether it is still the one that the module was wrapped with. Torch alone.
 
 Promise: a change of ``requires_grad`` is seen by one look at each parameter; an added parameter by a walk over the
-module, for which there is a method of its own.
+module, for which there is a method of its own. Between two looks the caches of a small machine have seen a whole step,
+so that each costs several times what a tight loop suggests: hence the methods that look at some of them only.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from operator import attrgetter
 from torch import Tensor, nn
 
 _requires_grad = attrgetter("requires_grad")
+
+# How many parameters a glance looks at.
+_GLANCE = 32
 
 
 class TrainableSet:
@@ -32,7 +36,8 @@ class TrainableSet:
         self.parameters: list[Tensor] = [parameter for _, parameter in named]
         self._module = module
         self._ignored = ignored
-        self._flags = self.now()
+        self._next_glance = 0
+        self.accept()
 
     def now(self) -> list[bool]:
         """For each parameter whether it is trainable now."""
@@ -43,15 +48,20 @@ class TrainableSet:
         return self.now() != self._flags
 
     def unfrozen(self) -> list[int]:
-        """The parameters that were unfrozen since, by their places."""
-        now = self.now()
-        if now == self._flags:
-            return []
-        return [index for index, (new, old) in enumerate(zip(now, self._flags, strict=True)) if new and not old]
+        """The parameters that were unfrozen since, by their places; looks at those that were frozen."""
+        return [index for index in self._frozen if self.parameters[index].requires_grad]
+
+    def glance(self) -> bool:
+        """Whether some parameter was frozen since, of the few whose turn it is; in step on all ranks."""
+        trainable, first = self._trainable, self._next_glance
+        self._next_glance = first + _GLANCE if first + _GLANCE < len(trainable) else 0
+        return not all(self.parameters[index].requires_grad for index in trainable[first : first + _GLANCE])
 
     def accept(self) -> None:
         """Take the set as it is now for the one to compare with."""
         self._flags = self.now()
+        self._frozen = [index for index, trainable in enumerate(self._flags) if not trainable]
+        self._trainable = [index for index, trainable in enumerate(self._flags) if trainable]
 
     def added(self) -> list[str]:
         """The names of the trainable parameters that the module has now and did not have then."""

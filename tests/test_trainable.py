@@ -253,11 +253,11 @@ def test_without_looking_at_the_set_ranks_drift_apart(ranks: Ranks) -> None:
 def unseen_change() -> bool:
     from adaptive_ddp.trainable import TrainableSet
 
-    original = TrainableSet.has_changed
-    TrainableSet.has_changed = lambda self: False
+    original = TrainableSet.unfrozen
+    TrainableSet.unfrozen = lambda self: []
     try:
         changes, at_first = SCHEDULES["unfrozen later"]
         case = Case(partial(Freezes, models.all_used, changes, at_first), batches=6, references=("oracle",))
         return bool(run_case(case).differences)
     finally:
-        TrainableSet.has_changed = original
+        TrainableSet.unfrozen = original
