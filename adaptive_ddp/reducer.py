@@ -29,9 +29,8 @@ the file of torch that defines it (read and run with torch 2.13.0):
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -97,8 +96,7 @@ class _FireHooks(torch.autograd.Function):
         return None, None, None
 
 
-@dataclass(frozen=True)
-class Finished:
+class Finished(NamedTuple):
     """What :meth:`Reduction.finish` found to do on this rank.
 
     Attributes:
@@ -125,6 +123,7 @@ class Reduction:
         parameter_set: the same, to look one up in.
         expects_sparse: for each of them, whether the reducer expects its gradient to be sparse.
         device: where the reducer's buckets are.
+        nodes: the autograd nodes that accumulate the parameters' gradients.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -140,7 +139,7 @@ class Reduction:
         self.device: torch.device = self.parameters[0].device
         # The smallest, so that setting its gradient aside on every step costs next to nothing.
         # Kept alive, since the engine knows them by identity; the reducer keeps the same nodes (reducer.cpp).
-        self._nodes = [get_gradient_edge(parameter).node for parameter in self.parameters]
+        self.nodes = [get_gradient_edge(parameter).node for parameter in self.parameters]
         self._early: _EarlyFiring | None = None
         self._canary = min(
             range(len(self.parameters)), key=lambda index: (self.expects_sparse[index], self.parameters[index].numel())
@@ -152,7 +151,7 @@ class Reduction:
             ddp.gradient_as_bucket_view or self.expects_sparse[self._canary] or len(self.parameters) == 1
         )
 
-    def begin(self, loss: Tensor, expected: Collection[int], is_used: Callable[[int], bool]) -> None:
+    def begin(self, loss: Tensor, expected: Collection[int], is_used: Callable[[int], bool] | None) -> None:
         """Have the hooks of parameters that are expected to be missing fired at the start of the next backward.
 
         So no bucket waits for them until the end. Each is fired only if that backward will not reach it, which is
@@ -163,24 +162,11 @@ class Reduction:
             expected: the parameters to ask for. What a backward inside the backward would reach (reentrant activation
                 checkpointing) must not be among them: the engine does not foresee that, and a hook that fires twice is
                 an error.
-            is_used: as for :meth:`finish`.
+            is_used: as for :meth:`finish`, or None if none of them is.
         """
         self._early = None
         if expected and loss.grad_fn is not None:
             self._early = _EarlyFiring(self, loss, expected, is_used)
-
-    def will_reach(self, index: int) -> bool:
-        """Whether the backward that is running will reach a parameter, as far as its own graph goes.
-
-        Raises:
-            RuntimeError: outside a backward, or in that of ``torch.autograd.grad`` if the parameter is an input of it.
-        """
-        reached: bool = torch._C._will_engine_execute_node(self._nodes[index])
-        return reached
-
-    def mark_ready(self, index: int) -> None:
-        """Fire a parameter's hook; inside a backward."""
-        self._ddp.reducer._autograd_hook(index)
 
     def finish(self, is_used: Callable[[int], bool], *, wakes: bool = True) -> Finished:
         """Fire the hooks that this rank's backward did not fire, and so finish the reduction.
@@ -201,7 +187,7 @@ class Reduction:
                 in a way that this version does not understand.
         """
         unused: dict[int, Tensor | None] = {}
-        fired: set[int] = set()
+        fired: list[int] = []
         if self._early is not None:
             fired, unused = self._early.end()
             self._early = None
@@ -213,7 +199,7 @@ class Reduction:
             if self._wake():
                 if not self._wake_writes:
                     gradient = self.prepare(self._canary, copy=True)
-                fired.add(self._canary)
+                fired.append(self._canary)
                 if not used:
                     unused[self._canary] = gradient
                 missing = self._missing()
@@ -224,7 +210,7 @@ class Reduction:
                 if not used:
                     unused[index] = gradient
             self._fire(missing)
-            fired.update(missing)
+            fired.extend(missing)
             missing = self._missing()
         return Finished(frozenset(fired), unused)
 
@@ -276,6 +262,12 @@ class Reduction:
         self._fire([self._canary])
         return version != (None if parameter.grad is None else parameter.grad._version)
 
+    def mark_ready(self, indices: Iterable[int]) -> None:
+        """Fire parameters' hooks; inside a backward."""
+        fire = self._ddp.reducer._autograd_hook
+        for index in indices:
+            fire(index)
+
     def prepare(self, index: int, *, copy: bool) -> Tensor | None:
         """Make a parameter fit to be marked ready; return a copy of its gradient, if that is asked for."""
         parameter = self.parameters[index]
@@ -298,17 +290,17 @@ class _EarlyFiring:
     """Fires hooks at the start of one backward."""
 
     def __init__(
-        self, reduction: Reduction, loss: Tensor, expected: Collection[int], is_used: Callable[[int], bool]
+        self, reduction: Reduction, loss: Tensor, expected: Collection[int], is_used: Callable[[int], bool] | None
     ) -> None:
         self._reduction = reduction
-        self._expected = frozenset(expected)
+        self._expected = expected
         self._is_used = is_used
-        self._fired: set[int] = set()
+        self._fired: list[int] = []
         self._unused: dict[int, Tensor | None] = {}
         self._is_done = False
         self._handle: Any = loss.register_hook(self._fire)  # type: ignore[no-untyped-call]
 
-    def end(self) -> tuple[set[int], dict[int, Tensor | None]]:
+    def end(self) -> tuple[list[int], dict[int, Tensor | None]]:
         """Return what was fired, and what of it is unused, with the gradients it had."""
         self._handle.remove()
         return self._fired, self._unused
@@ -317,16 +309,15 @@ class _EarlyFiring:
         if self._is_done or not self._is_real_backward():
             return
         self._is_done = True
-        reduction = self._reduction
-        absent = [index for index in self._expected if not reduction.will_reach(index)]
-        for index in absent:
-            used = self._is_used(index)
+        reduction, is_used = self._reduction, self._is_used
+        will_reach, nodes = torch._C._will_engine_execute_node, reduction.nodes
+        self._fired = [index for index in self._expected if not will_reach(nodes[index])]
+        for index in self._fired:
+            used = is_used is not None and is_used(index)
             before = reduction.prepare(index, copy=not used)
             if not used:
                 self._unused[index] = before
-        for index in absent:
-            reduction.mark_ready(index)
-        self._fired.update(absent)
+        reduction.mark_ready(self._fired)
 
     def _is_real_backward(self) -> bool:
         """Whether this is a backward that the reducer takes part in.
@@ -334,10 +325,13 @@ class _EarlyFiring:
         A module's own ``backward`` may first ask ``torch.autograd.grad`` for something of the same loss, which reaches
         no parameter, or takes one for an input; the reducer sees nothing of that.
         """
-        others = (index for index in range(len(self._reduction.parameters)) if index not in self._expected)
+        will_reach = torch._C._will_engine_execute_node
         try:
-            return any(self._reduction.will_reach(index) for index in others)
+            return any(
+                index not in self._expected and will_reach(node) for index, node in enumerate(self._reduction.nodes)
+            )
         except RuntimeError:
+            # Of a parameter that is an input of torch.autograd.grad there is no telling.
             return False
 
 

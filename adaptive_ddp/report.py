@@ -41,10 +41,8 @@ def describe(decision: Decision) -> str:
         advice = 'If this is expected, strategy="ddp_find_unused_parameters_true" says so from the start.'
     else:
         obstacles = " and ".join(obstacle.value for obstacle in decision.obstacles)
-        reason = (
-            f": find_unused_parameters=True cannot serve {obstacles}" if obstacles else ', as fallback="finish" says'
-        )
-        now = f"has each step's reduction finished by the strategy{reason}"
+        reason = f"find_unused_parameters=True cannot serve {obstacles}" if obstacles else 'fallback="finish" says so'
+        now = f"finishes each step's reduction itself: {reason}"
         cost = "What a step misses is now reduced as zeros in its own backward."
         advice = "If this is expected, there is nothing to do."
     return "\n".join(

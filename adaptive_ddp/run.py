@@ -11,7 +11,8 @@ what there is to say to the user. Imports no Lightning.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,11 +35,11 @@ class _Step:
     number: int
     tally: PostedTally
     # The parameters that are unused on this rank, with the gradients they had before: the reducer's index of each.
-    unused: dict[int, Tensor | None]
+    unused: dict[int, Tensor | None] = field(default_factory=dict)
     # This rank's backward, where something is missing; the graph is gone with the step, what it hides is not.
-    hides_parameters: bool
+    hides_parameters: bool = False
     # Its tally tells whether the usage map exchanged last still holds.
-    relies_on_agreement: bool
+    relies_on_agreement: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,10 @@ class Aftermath:
         set_changed: all ranks go on with another set of trainable parameters.
     """
 
-    sat_out: bool
-    change_seen: bool
-    decision: Decision | None
-    set_changed: bool
+    sat_out: bool = False
+    change_seen: bool = False
+    decision: Decision | None = None
+    set_changed: bool = False
 
 
 class Run:
@@ -198,8 +199,10 @@ class Run:
                 self._window.open(self._barren)
         if synchronised and self.state is State.FINISH and self._expected:
             blind = self._blind_forwards.seen
-            expected = [index for index in self._expected if self.reduction.parameters[index] not in blind]
-            self.reduction.begin(loss, expected, self._window.received)
+            expected: Collection[int] = self._expected
+            if blind:
+                expected = {index for index in expected if self.reduction.parameters[index] not in blind}
+            self.reduction.begin(loss, expected, self._window.received if self._window.is_open else None)
         return synchronised
 
     # -- after it -----------------------------------------------------------------------------------------------------
@@ -221,11 +224,20 @@ class Run:
         self._news = None
         self._set_changed = False
         unused, missing = self._finish_reduction()
-        parameters = self.reduction.parameters
-        if missing and not self._toggles and not all(parameters[index].requires_grad for index in missing):
-            self.change_seen = True
+        if missing or unused or self.stands_in or self.change_seen or self._outside or self.state is State.PROBE:
+            return self._agree(loss, step_number, unused, missing)
+        # Nearly every step of nearly every run ends here, and shorter.
+        self._open(_Step(step_number, self._exchange.post(waiting=False, differing=False, changed=False)))
+        if self._undecided is not None:
+            self._decide(*self._undecided, loss, missing)
+        return Aftermath(decision=self._news)
+
+    def _agree(
+        self, loss: Tensor, step_number: int, unused: dict[int, Tensor | None], missing: frozenset[int]
+    ) -> Aftermath:
+        """Do what there is to do together in a step in which something is out of the ordinary on this rank."""
         changed, self.change_seen = self.change_seen, False
-        sat_out = self.stands_in or len(missing) == len(parameters)
+        sat_out = self.stands_in or len(missing) == len(self.reduction.parameters)
         waiting = bool(unused) or sat_out or changed
         relies = self.state is State.FINISH
         # Before a decision, a rank that sits out is no reason to take one.
@@ -234,14 +246,11 @@ class Run:
         decides = self.state in (State.PROBE, State.WATCH)
         hides = decides and bool(unused) and self._hides_parameters(loss, missing)
         step = _Step(step_number, tally, unused, hides, relies)
-        self._look_back()
+        self._open(step)
         if self._undecided is not None:
             self._decide(*self._undecided, loss, missing)
         if waiting or self.state is State.PROBE:
             self._settle(step, loss, missing)
-        else:
-            # Read in the next step, so that a rank that used everything does not wait for the others in this one.
-            self._open_step = step
         self._reduce_outside()
         return Aftermath(sat_out=sat_out, change_seen=changed, decision=self._news, set_changed=self._set_changed)
 
@@ -253,8 +262,8 @@ class Run:
             return {}, frozenset()
         finished = self.reduction.finish(is_used=self._window.received)
         unused = finished.unused
-        if self.state is State.FINISH and self._may_fire_early:
-            self._expect(finished.missing)
+        if finished.missing:
+            self._look_at_missing(finished.missing)
         # To the reducer a parameter whose hook fired is ready, even if the backward brought it no gradient (a custom
         # autograd function that returned None). The window tells the two apart.
         if self.state is State.PROBE:
@@ -264,12 +273,17 @@ class Run:
         self._window.close()
         return unused, finished.missing
 
-    def _expect(self, missing: frozenset[int]) -> None:
-        """Have the hooks of these parameters fired early from the next step on, wherever they are missing again."""
-        self._blind_forwards.forget()
-        if not missing <= self._expected:
-            self._expected |= missing
-            self._blind_forwards.watch(self.reduction.parameters[index] for index in missing)
+    def _look_at_missing(self, missing: frozenset[int]) -> None:
+        """Whether some of these are missing because they are frozen; have them fired early when missing again."""
+        # One that is expected to be missing is as good as frozen: its gradient is right.
+        added = missing - self._expected
+        parameters = [self.reduction.parameters[index] for index in added]
+        if not self._toggles and not all(parameter.requires_grad for parameter in parameters):
+            self.change_seen = True
+        if self.state is State.FINISH and self._may_fire_early:
+            self._expected |= added
+            self._blind_forwards.watch(parameters)
+            self._blind_forwards.forget()
 
     def _hides_parameters(self, loss: Tensor, missing: frozenset[int]) -> bool:
         """Whether the backward of a loss reached some of the reducer's parameters outside the graph of that loss."""
@@ -278,9 +292,12 @@ class Run:
 
     # -- the ranks' agreement -----------------------------------------------------------------------------------------
 
-    def _look_back(self) -> None:
-        """Read the tally of the step before, which every rank has read by now or reads here."""
-        step, self._open_step = self._open_step, None
+    def _open(self, step: _Step | None) -> None:
+        """Read the tally of the step before, which every rank has read by now or reads here; keep the new one's.
+
+        A rank that used everything reads it in the next step, so that it does not wait for the others in this one.
+        """
+        step, self._open_step = self._open_step, step
         if step is None:
             return
         count = step.tally.read()
@@ -296,7 +313,7 @@ class Run:
             What was decided from it, if anything was.
         """
         self._news = None
-        self._look_back()
+        self._open(None)
         if self._undecided is not None:
             self._decide(*self._undecided, None, frozenset())
         return self._news
@@ -308,8 +325,8 @@ class Run:
         probing = self.state is State.PROBE
         if not probing and count.waiting < world_size:
             # The ranks that used everything learn of it in the next step; what there is to decide is decided there.
-            self._open_step = step
             return
+        self._open_step = None
         missed_by = None
         if count.waiting == world_size:
             # Only now can a parameter be unused everywhere.

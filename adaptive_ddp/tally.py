@@ -74,6 +74,8 @@ class Exchange:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
         self._device = device
+        # The tally of a step is read before that of the step after the next is posted.
+        self._values = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2)]
 
     @property
     def world_size(self) -> int:
@@ -83,13 +85,16 @@ class Exchange:
     def post(self, *, waiting: bool, differing: bool, changed: bool) -> PostedTally:
         """Contribute this rank's part to the tally of the current step, without waiting for the others.
 
+        The tally before the last must have been read.
+
         Args:
             waiting: this rank will read the tally before it goes on.
             differing: its unused parameters are not those of the usage map that was exchanged last.
             changed: its set of trainable parameters is no longer the one that was wrapped.
         """
         part = waiting | differing << _BITS | changed << 2 * _BITS
-        value = torch.full((1,), part, dtype=torch.int64, device=self._device)
+        self._values.reverse()
+        value = self._values[0].fill_(part)
         return PostedTally(value, dist.all_reduce(value, group=self._group, async_op=True))
 
     def count(self, indices: Iterable[int], size: int) -> list[int]:

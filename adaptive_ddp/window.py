@@ -22,6 +22,9 @@ class AccumulationWindow:
 
     Args:
         parameters: the reducer's parameters, in its order.
+
+    Attributes:
+        is_open: whether it is recording.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -29,7 +32,7 @@ class AccumulationWindow:
         self._handles: list[RemovableHandle] = []
         self._received: set[int] = set()
         self._recorded: frozenset[int] = frozenset()
-        self._is_open = False
+        self.is_open = False
 
     def open(self, always: Collection[int]) -> None:
         """Start recording, before the first backward of a window; on an open window, do nothing.
@@ -38,9 +41,9 @@ class AccumulationWindow:
             always: record these parameters. Of the others only those are recorded that hold a gradient from before the
                 window, since for the rest ``.grad`` itself tells; that is one look at each ``.grad``.
         """
-        if self._is_open:
+        if self.is_open:
             return
-        self._is_open = True
+        self.is_open = True
         held = (index for index, parameter in enumerate(self._parameters) if parameter.grad is not None)
         self._recorded = frozenset(held).union(always)
         for index in self._recorded:
@@ -53,7 +56,7 @@ class AccumulationWindow:
         self._handles.clear()
         self._received = set()
         self._recorded = frozenset()
-        self._is_open = False
+        self.is_open = False
 
     def received(self, index: int) -> bool:
         """Whether a backward of this window brought the parameter with this index a gradient.
@@ -62,7 +65,7 @@ class AccumulationWindow:
         that this backward did not reach, and the answer is no. To be asked before the reduction writes zeros into
         gradients that were None.
         """
-        if not self._is_open:
+        if not self.is_open:
             return False
         if index in self._recorded:
             return index in self._received

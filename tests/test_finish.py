@@ -140,7 +140,7 @@ def hooks_fired(usage: models.Usage) -> tuple[list[int], list[int], list[int]]:
     strategy = AdaptiveDDPStrategy(fallback="finish")
     with pytest.MonkeyPatch.context() as patch:
         mark, fire, count = Reduction.mark_ready, Reduction._fire, Exchange.count
-        patch.setattr(Reduction, "mark_ready", counting("early", mark, lambda *args: 1))
+        patch.setattr(Reduction, "mark_ready", counting("early", mark, lambda self, indices: len(indices)))
         patch.setattr(Reduction, "_fire", counting("late", fire, lambda self, indices: len(indices)))
         patch.setattr(Exchange, "count", counting("maps", count, lambda self, indices, size: size > 2))
         make_trainer(strategy, [Steps()]).fit(case.model(), batches_of_this_rank(case))
