@@ -22,6 +22,8 @@ the file of torch that defines it (read and run with torch 2.13.0):
 * ``torch._C._will_engine_execute_node``: asked during a backward, whether that backward will reach a node
   (``torch/csrc/autograd/init.cpp``; it looks the node up in what the engine has collected before it starts, and walks
   no graph).
+* ``Tensor._backward_hooks``: the hooks of ``register_hook``; to set it to None takes the empty dictionary off the C++
+  side of the tensor too (``torch/csrc/autograd/python_variable.cpp``, ``THPVariable_set_backwards_hooks``).
 * ``DistributedDataParallel._build_params_for_reducer``: the reducer's parameters in the reducer's order, and which of
   them produce sparse gradients (``torch/nn/parallel/distributed.py``).
 """
@@ -43,6 +45,7 @@ CHECKED_TORCH_VERSIONS = ("2.13.0",)
 _PRIVATE_CALLS = (
     (DistributedDataParallel, "_build_params_for_reducer"),
     (torch._C, "_will_engine_execute_node"),
+    (Tensor, "_backward_hooks"),
     (getattr(torch._C, "_distributed_c10d", None), "Reducer._autograd_hook"),
     (getattr(torch._C, "_distributed_c10d", None), "Reducer._check_reducer_finalized"),
     (getattr(torch._C, "_distributed_c10d", None), "Reducer._remove_autograd_hooks"),
@@ -359,6 +362,15 @@ def sparse_parameters(module: nn.Module) -> frozenset[Tensor]:
         if isinstance(embedding, (nn.Embedding, nn.EmbeddingBag)) and embedding.sparse
         for parameter in embedding.parameters(recurse=False)
     )
+
+
+def forget_removed_hooks(parameter: Tensor) -> None:
+    """Have a parameter whose tensor hooks were all removed be as if it had never had one.
+
+    Otherwise torch goes on looking for hooks in the empty dictionary in every backward.
+    """
+    if parameter._backward_hooks is not None and not parameter._backward_hooks:
+        parameter._backward_hooks = None
 
 
 def dismantle(ddp: DistributedDataParallel) -> None:

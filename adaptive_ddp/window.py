@@ -1,11 +1,10 @@
 """Which parameters received a gradient in the current accumulation window.
 
 A window is the run of backwards that ends in a synchronised one. The reducer only knows the last of them, and whether
-a hook fired, not whether it brought a gradient; this file knows the rest. It imports torch alone and touches nothing
-but torch's public hooks.
+a hook fired, not whether it brought a gradient; this file knows the rest.
 
 Promise: what :meth:`AccumulationWindow.received` says is exact for the parameters it was opened for. A window that is
-never opened costs nothing.
+never opened costs nothing, and one that was closed costs later backwards nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
+
+from adaptive_ddp.reducer import forget_removed_hooks
 
 
 class AccumulationWindow:
@@ -29,7 +30,7 @@ class AccumulationWindow:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[tuple[int, RemovableHandle]] = []
         self._received: set[int] = set()
         self._recorded: frozenset[int] = frozenset()
         self.is_open = False
@@ -47,12 +48,13 @@ class AccumulationWindow:
         held = (index for index, parameter in enumerate(self._parameters) if parameter.grad is not None)
         self._recorded = frozenset(held).union(always)
         for index in self._recorded:
-            self._handles.append(self._record(index))
+            self._handles.append((index, self._record(index)))
 
     def close(self) -> None:
         """Stop recording and forget, after the window's synchronised backward."""
-        for handle in self._handles:
+        for index, handle in self._handles:
             handle.remove()
+            forget_removed_hooks(self._parameters[index])
         self._handles.clear()
         self._received = set()
         self._recorded = frozenset()
@@ -72,16 +74,19 @@ class AccumulationWindow:
         return self._parameters[index].grad is not None
 
     def _record(self, index: int) -> RemovableHandle:
-        def record(parameter: Tensor) -> None:
-            # It is also called when the backward brought nothing (a custom function that returned None); then .grad
-            # is as it was, and what counts is what counts for the flag (reducer.cpp, autograd_hook): is there one?
-            if parameter.grad is not None:
+        parameter: Any = self._parameters[index]
+
+        def record(gradient: Tensor | None) -> None:
+            # It is also called when the backward brings nothing (a custom function that returned None); then .grad
+            # stays as it is, and what counts is what counts for the flag (reducer.cpp, autograd_hook): is there one?
+            if gradient is not None or parameter.grad is not None:
                 self._received.add(index)
 
-        parameter: Any = self._parameters[index]
         trainable = parameter.requires_grad
         # A toggled-off parameter takes no hook, but may be toggled on again before the window ends.
         parameter.requires_grad_(True)
-        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(record)
+        # One for after the accumulation would cost its parameter over a microsecond in every later backward, also when
+        # it has been removed.
+        handle: RemovableHandle = parameter.register_hook(record)
         parameter.requires_grad_(trainable)
         return handle
