@@ -1,0 +1,1 @@
+"""What the strategy costs, measured against what there is to compare it with. ``docs/performance.md`` says how."""
