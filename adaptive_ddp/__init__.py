@@ -5,13 +5,14 @@ Importing the package registers ``ddp_adaptive``, ``ddp_adaptive_spawn``, ``ddp_
 """
 
 from adaptive_ddp.decision import Decision, State, UnusedParameter
-from adaptive_ddp.pytorch_lightning import AdaptiveDDPStrategy
+from adaptive_ddp.pytorch_lightning import AdaptiveDDPStrategy, GradientUsageMonitor
 from adaptive_ddp.reducer import finish_reduction
 from adaptive_ddp.report import UnusedParametersWarning
 
 __all__ = [
     "AdaptiveDDPStrategy",
     "Decision",
+    "GradientUsageMonitor",
     "State",
     "UnusedParameter",
     "UnusedParametersWarning",

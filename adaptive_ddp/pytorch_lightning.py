@@ -1,12 +1,14 @@
-"""The strategy for ``pytorch_lightning``, and its names in that package's registry."""
+"""The strategy and the callback for ``pytorch_lightning``, and the strategy's names in that package's registry."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from pytorch_lightning import Callback
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 from typing_extensions import override
 
+from adaptive_ddp.monitor import GradientUsageMonitorMixin
 from adaptive_ddp.strategy import AdaptiveDDPMixin
 
 _START_METHODS = {
@@ -37,6 +39,13 @@ class AdaptiveDDPStrategy(AdaptiveDDPMixin, DDPStrategy):
                     description=f"DDP that chooses find_unused_parameters itself, `start_method` '{start_method}'",
                     start_method=start_method,
                 )
+
+
+class GradientUsageMonitor(GradientUsageMonitorMixin, Callback):
+    """Records which parameters received a gradient, on how many ranks, for ``pytorch_lightning``'s Trainer.
+
+    See :class:`~adaptive_ddp.monitor.GradientUsageMonitorMixin` for the arguments and what is raised.
+    """
 
 
 AdaptiveDDPStrategy.register_strategies(StrategyRegistry)
