@@ -141,18 +141,26 @@ class Reduction:
         self.names = [name_of[parameter] for parameter in self.parameters]
         self.device: torch.device = self.parameters[0].device
         # The smallest, so that setting its gradient aside on every step costs next to nothing.
-        # Kept alive, since the engine knows them by identity; the reducer keeps the same nodes (reducer.cpp).
-        self.nodes = [get_gradient_edge(parameter).node for parameter in self.parameters]
-        self._early: _EarlyFiring | None = None
         self._canary = min(
             range(len(self.parameters)), key=lambda index: (self.expects_sparse[index], self.parameters[index].numel())
         )
-
+        self._canary_may_hold = True
         # Whether waking the reducer may change the canary's gradient: it becomes part of a bucket, is divided in place
         # (reducer.cpp, mark_variable_ready_dense and _sparse), or the reduction is complete at once.
         self._wake_writes = (
             ddp.gradient_as_bucket_view or self.expects_sparse[self._canary] or len(self.parameters) == 1
         )
+
+        # Kept alive, since the engine knows them by identity; the reducer keeps the same nodes (reducer.cpp).
+        self.nodes = [get_gradient_edge(parameter).node for parameter in self.parameters]
+        self._early: _EarlyFiring | None = None
+
+    def look(self) -> None:
+        """Right before a backward: spare :meth:`finish` the question whether it reached anything, as far as possible.
+
+        A gradient that was not there before and is there afterwards is the answer.
+        """
+        self._canary_may_hold = self.parameters[self._canary].grad is not None
 
     def begin(self, loss: Tensor, expected: Collection[int], is_used: Callable[[int], bool] | None) -> None:
         """Have the hooks of parameters that are expected to be missing fired at the start of the next backward.
@@ -195,8 +203,10 @@ class Reduction:
             fired, unused = self._early.end()
             self._early = None
         missing = self._missing()
-        # A hook that was fired early would have shown the stall.
-        if not missing and wakes and not fired:
+        # After a hook that was fired, early or by the backward, the check shows the stall.
+        may_be_silent = self._canary_may_hold or self.parameters[self._canary].grad is None
+        self._canary_may_hold = True
+        if may_be_silent and wakes and not missing and not fired:
             used = is_used(self._canary)
             gradient = self.prepare(self._canary, copy=self._wake_writes)
             if self._wake():

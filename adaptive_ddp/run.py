@@ -192,17 +192,20 @@ class Run:
         """
         synchronised: bool = self._ddp.require_backward_grad_sync
         self.is_within_window = not synchronised
-        if not self._ddp.find_unused_parameters:
-            if self.state is State.PROBE:
-                self._window.open(range(len(self.reduction.parameters)))
-            elif self._barren or not synchronised:
-                self._window.open(self._barren)
-        if synchronised and self.state is State.FINISH and self._expected:
-            blind = self._blind_forwards.seen
-            expected: Collection[int] = self._expected
-            if blind:
-                expected = {index for index in expected if self.reduction.parameters[index] not in blind}
-            self.reduction.begin(loss, expected, self._window.received if self._window.is_open else None)
+        if self._ddp.find_unused_parameters:
+            return synchronised
+        if self.state is State.PROBE:
+            self._window.open(range(len(self.reduction.parameters)))
+        elif self._barren or not synchronised:
+            self._window.open(self._barren)
+        if synchronised:
+            self.reduction.look()
+            if self.state is State.FINISH and self._expected:
+                blind = self._blind_forwards.seen
+                expected: Collection[int] = self._expected
+                if blind:
+                    expected = {index for index in expected if self.reduction.parameters[index] not in blind}
+                self.reduction.begin(loss, expected, self._window.received if self._window.is_open else None)
         return synchronised
 
     # -- after it -----------------------------------------------------------------------------------------------------
@@ -262,6 +265,8 @@ class Run:
             return {}, frozenset()
         finished = self.reduction.finish(is_used=self._window.received)
         unused = finished.unused
+        if not self._window.is_open and not finished.missing:
+            return unused, finished.missing
         if finished.missing:
             self._look_at_missing(finished.missing)
         # To the reducer a parameter whose hook fired is ready, even if the backward brought it no gradient (a custom

@@ -40,7 +40,12 @@ class Count(NamedTuple):
 
 
 class PostedTally:
-    """One step's tally on its way."""
+    """One step's tally on its way.
+
+    Args:
+        value: this rank's part, which becomes the sum.
+        work: the all-reduce that makes it so.
+    """
 
     def __init__(self, value: Tensor, work: dist.Work | None) -> None:
         self._value = value
@@ -56,11 +61,40 @@ class PostedTally:
             RuntimeError: if the process group fails.
         """
         if self._count is None:
-            if self._work is not None:
-                self._work.wait()
-            total = int(self._value.item())
+            total = self._wait()
             self._count = Count(total & _MASK, total >> _BITS & _MASK, total >> 2 * _BITS)
         return self._count
+
+    def _wait(self) -> int:
+        if self._work is not None:
+            self._work.wait()
+        return int(self._value.item())
+
+
+class PostedCudaTally(PostedTally):
+    """A tally that is summed up on a GPU, and copied to the host as soon as it is.
+
+    To ask the device for it later would have the host wait for all that has been queued until then: the step that is
+    under way. On a stream of its own the copy waits for the all-reduce alone, and its event for the copy.
+
+    Args:
+        value: as for :class:`PostedTally`.
+        work: as for :class:`PostedTally`.
+        stream: that stream.
+    """
+
+    def __init__(self, value: Tensor, work: dist.Work, stream: torch.cuda.Stream) -> None:
+        super().__init__(value, work)
+        self._on_host = torch.empty(1, dtype=value.dtype, pin_memory=True)
+        with torch.cuda.stream(stream):
+            # With NCCL this holds up the stream, not the host.
+            work.wait()
+            self._on_host.copy_(value, non_blocking=True)
+            self._copied = stream.record_event()
+
+    def _wait(self) -> int:
+        self._copied.synchronize()
+        return int(self._on_host.item())
 
 
 class Exchange:
@@ -68,14 +102,19 @@ class Exchange:
 
     Args:
         group: the wrapper's process group. What is sent is then ordered with the wrapper's buckets on every rank.
-        device: the device of the wrapper's buckets, which the group's backend is sure to serve.
+        device: the device of the wrapper's buckets, which the group's backend is sure to serve. A group that serves
+            the CPU too (Gloo does) is used from there, which needs no device to be waited for.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
-        self._device = device
+        serves_cpu = "cpu:" in dist.get_backend_config(group)
+        self._device = torch.device("cpu") if serves_cpu else device
+        self._stream: torch.cuda.Stream | None = None
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # The tally of a step is read before that of the step after the next is posted.
-        self._values = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2)]
+        self._values = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(2)]
 
     @property
     def world_size(self) -> int:
@@ -95,7 +134,9 @@ class Exchange:
         part = waiting | differing << _BITS | changed << 2 * _BITS
         self._values.reverse()
         value = self._values[0].fill_(part)
-        return PostedTally(value, dist.all_reduce(value, group=self._group, async_op=True))
+        # What torch.distributed.all_reduce calls in the end, in a third less time.
+        work = self._group.allreduce(value)
+        return PostedTally(value, work) if self._stream is None else PostedCudaTally(value, work, self._stream)
 
     def count(self, indices: Iterable[int], size: int) -> list[int]:
         """Exchange a map of one count a parameter. A collective, to be entered by every rank.
