@@ -7,7 +7,7 @@ Importing the package registers ``ddp_adaptive``, ``ddp_adaptive_spawn``, ``ddp_
 from adaptive_ddp.decision import Decision, State, UnusedParameter
 from adaptive_ddp.pytorch_lightning import AdaptiveDDPStrategy, GradientUsageMonitor
 from adaptive_ddp.reducer import finish_reduction
-from adaptive_ddp.report import UnusedParametersWarning
+from adaptive_ddp.report import UnusedParametersError, UnusedParametersWarning
 
 __all__ = [
     "AdaptiveDDPStrategy",
@@ -15,6 +15,7 @@ __all__ = [
     "GradientUsageMonitor",
     "State",
     "UnusedParameter",
+    "UnusedParametersError",
     "UnusedParametersWarning",
     "finish_reduction",
 ]

@@ -19,6 +19,24 @@ class UnusedParametersWarning(UserWarning):
     """Some parameters received no gradient, and the strategy changed how it runs DDP because of it."""
 
 
+class UnusedParametersError(RuntimeError):
+    """Some parameters received no gradient, and the strategy was told to raise then (``on_unused="raise"``).
+
+    Raised on every rank in the same step, before the optimizer steps.
+
+    Attributes:
+        decision: which parameters, on how many ranks; the same on every rank.
+    """
+
+    def __init__(self, decision: Decision) -> None:
+        super().__init__(describe_error(decision))
+        self.decision = decision
+
+    def __reduce__(self) -> tuple[type[UnusedParametersError], tuple[Decision]]:
+        # Launchers that spawn carry the error to the parent process.
+        return type(self), (self.decision,)
+
+
 def describe(decision: Decision) -> str:
     """The report of a decision, which for ON and FINISH is the text of the warning.
 
@@ -34,7 +52,6 @@ def describe(decision: Decision) -> str:
             f"Every rank used all {decision.parameters} parameters ({_quantity(decision.elements)} elements) at step"
             f" {decision.step}; DDP runs with find_unused_parameters=False."
         )
-    unused_elements = sum(parameter.numel for parameter in decision.unused)
     if decision.state is State.ON:
         now = "runs with find_unused_parameters=True"
         cost = "Each step now also walks the autograd graph."
@@ -47,12 +64,34 @@ def describe(decision: Decision) -> str:
         advice = "If this is expected, there is nothing to do."
     return "\n".join(
         (
-            f"DDP left {len(decision.unused)} of {decision.parameters} parameters ({_quantity(unused_elements)} of"
-            f" {_quantity(decision.elements)} elements) without a gradient at step {decision.step} and now {now}.",
+            f"{_what_happened(decision)} and now {now}.",
             *_name_lines(decision),
             f"Nothing was lost: this step's gradients are complete on all ranks. {cost}",
             f"{advice} If not, these parameters do not reach the loss.",
         )
+    )
+
+
+def describe_error(decision: Decision) -> str:
+    """The error of a decision that the user does not want to be taken."""
+    return "\n".join(
+        (
+            f'{_what_happened(decision)}, which is an error under on_unused="raise".',
+            *_name_lines(decision),
+            "No optimizer has stepped on this step's gradients, on any rank. If these parameters should be trained,"
+            " look for where they drop out of the loss: an output that nothing takes up, a variable that another"
+            " overwrites, a branch that is not run.",
+            'If not, freeze them (requires_grad=False) or write on_unused="fallback", which trains on with the right'
+            " gradients.",
+        )
+    )
+
+
+def _what_happened(decision: Decision) -> str:
+    elements = sum(parameter.numel for parameter in decision.unused)
+    return (
+        f"DDP left {len(decision.unused)} of {decision.parameters} parameters ({_quantity(elements)} of"
+        f" {_quantity(decision.elements)} elements) without a gradient at step {decision.step}"
     )
 
 

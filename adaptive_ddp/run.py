@@ -74,6 +74,8 @@ class Run:
         ddp: the wrapper.
         state: PROBE for one with the flag off, ON for one with the flag on.
         prefers_finish: decide on FINISH where ON would do too.
+        reads_at_once: decide on unused parameters in the step in which they are, on whichever ranks: every rank then
+            waits for the tally in every step.
         toggles: the user may freeze parameters for a single backward (manual optimization). Then :meth:`note_frozen` is
             to be called with the set at rest, and what a backward finds frozen is no change of the set.
 
@@ -90,13 +92,20 @@ class Run:
     """
 
     def __init__(
-        self, ddp: DistributedDataParallel, state: State, *, prefers_finish: bool = False, toggles: bool = False
+        self,
+        ddp: DistributedDataParallel,
+        state: State,
+        *,
+        prefers_finish: bool = False,
+        reads_at_once: bool = False,
+        toggles: bool = False,
     ) -> None:
         self._ddp = ddp
         self.reduction = Reduction(ddp)
         self.trainable = TrainableSet(ddp.module, ddp.parameters_to_ignore)
         self.state = state
         self._prefers_finish = prefers_finish
+        self._reads_at_once = reads_at_once
         self._toggles = toggles
         self.rewrap_with_flag: bool | None = None
         self.change_seen = False
@@ -227,7 +236,8 @@ class Run:
         self._news = None
         self._set_changed = False
         unused, missing = self._finish_reduction()
-        if missing or unused or self.stands_in or self.change_seen or self._outside or self.state is State.PROBE:
+        is_ordinary = not (missing or unused or self.stands_in or self.change_seen or self._outside)
+        if not is_ordinary or self.state is State.PROBE or self._reads_at_once:
             return self._agree(loss, step_number, unused, missing)
         # Nearly every step of nearly every run ends here, and shorter.
         self._open(_Step(step_number, self._exchange.post(waiting=False, differing=False, changed=False)))
@@ -252,7 +262,7 @@ class Run:
         self._open(step)
         if self._undecided is not None:
             self._decide(*self._undecided, loss, missing)
-        if waiting or self.state is State.PROBE:
+        if waiting or self.state is State.PROBE or self._reads_at_once:
             self._settle(step, loss, missing)
         self._reduce_outside()
         return Aftermath(sat_out=sat_out, change_seen=changed, decision=self._news, set_changed=self._set_changed)
@@ -328,7 +338,7 @@ class Run:
         count = step.tally.read()
         world_size = self._exchange.world_size
         probing = self.state is State.PROBE
-        if not probing and count.waiting < world_size:
+        if not (probing or count.waiting == world_size or (self._reads_at_once and count.differing)):
             # The ranks that used everything learn of it in the next step; what there is to decide is decided there.
             return
         self._open_step = None
@@ -364,7 +374,7 @@ class Run:
             hidden, without_graph = self._exchange.count([0] * hides + [1] * lacks_graph, 2)
             if hidden:
                 obstacles.append(Obstacle.REENTRANT)
-            elif without_graph:
+            elif without_graph and not self._reads_at_once:
                 self._undecided = step, missed_by
                 return
         self._undecided = None

@@ -26,7 +26,13 @@ from typing_extensions import override
 
 from adaptive_ddp.decision import Decision, State
 from adaptive_ddp.reducer import dismantle, move_comm_hooks, require_private_api
-from adaptive_ddp.report import UnusedParametersWarning, describe_added, describe_rewraps, describe_sit_out
+from adaptive_ddp.report import (
+    UnusedParametersError,
+    UnusedParametersWarning,
+    describe_added,
+    describe_rewraps,
+    describe_sit_out,
+)
 from adaptive_ddp.run import Run
 
 if TYPE_CHECKING:
@@ -36,6 +42,7 @@ else:
     _DDPStrategy = object
 
 Fallback: TypeAlias = Literal["find_unused_parameters", "finish"]
+OnUnused: TypeAlias = Literal["fallback", "raise"]
 
 _REFUSED = {
     "find_unused_parameters": (
@@ -66,15 +73,24 @@ class AdaptiveDDPMixin(_DDPStrategy):
             module again with the flag on, where the flag can serve the graph. ``"finish"``: leave the flag off and
             finish each step's reduction in place. The gradients are the same bits; ``docs/performance.md`` says which
             is faster when.
+        on_unused: ``"fallback"``: do that and warn. ``"raise"``: raise an error instead, on all ranks in the step in
+            which some rank left a parameter without a gradient, before the optimizer steps. Every rank then waits for
+            the others' word at the end of each backward. A rank that sits a step out is no reason.
         **kwargs: as for ``DDPStrategy``, those that it hands on to ``DistributedDataParallel`` included.
 
     Raises:
         ValueError: for ``find_unused_parameters``, ``static_graph`` or ``skip_all_reduce_unused_params``, and for a
-            ``fallback`` that there is not.
+            ``fallback`` or an ``on_unused`` that there is not.
         RuntimeError: if this torch lacks the private calls that finishing a reduction needs.
     """
 
-    def __init__(self, *args: Any, fallback: Fallback = "find_unused_parameters", **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        fallback: Fallback = "find_unused_parameters",
+        on_unused: OnUnused = "fallback",
+        **kwargs: Any,
+    ) -> None:
         for name, reason in _REFUSED.items():
             if name in kwargs:
                 raise ValueError(f"{type(self).__name__}({name}={kwargs[name]!r}): {reason}.")
@@ -84,9 +100,16 @@ class AdaptiveDDPMixin(_DDPStrategy):
                 ' fallback="find_unused_parameters" (the default) to turn the flag on once a parameter got no gradient,'
                 ' or fallback="finish" to leave it off and finish each reduction in place.'
             )
+        if on_unused not in get_args(OnUnused):
+            raise ValueError(
+                f"{type(self).__name__}(on_unused={on_unused!r}): there is no such thing to do. Write"
+                ' on_unused="fallback" (the default) to train on, or on_unused="raise" for an error on all ranks once a'
+                " parameter got no gradient."
+            )
         require_private_api()
         super().__init__(*args, **kwargs)
         self._fallback = fallback
+        self._on_unused = on_unused
         self._run: Run | None = None
         self._decision: Decision | None = None
         self._warned_of: set[str] = set()
@@ -118,7 +141,11 @@ class AdaptiveDDPMixin(_DDPStrategy):
         """Start on a wrapper that has just been made."""
         # A module whose every reduction was put off by the user (delay_all_reduce_named_params) has no reducer.
         has_reducer = hasattr(self._wrapper, "reducer")
-        options = {"prefers_finish": self._fallback == "finish", "toggles": not self._is_automatic}
+        options = {
+            "prefers_finish": self._fallback == "finish",
+            "reads_at_once": self._on_unused == "raise",
+            "toggles": not self._is_automatic,
+        }
         self._run = Run(self._wrapper, state, **options) if has_reducer else None
 
     # -- a training step ----------------------------------------------------------------------------------------------
@@ -215,6 +242,8 @@ class AdaptiveDDPMixin(_DDPStrategy):
 
         Raises:
             RuntimeError: on every rank, if the set of trainable parameters changed differently across ranks.
+            UnusedParametersError: on every rank, if some rank left a parameter without a gradient and the strategy was
+                told to raise then.
         """
         assert self.lightning_module is not None
         run = self._run
@@ -249,10 +278,12 @@ class AdaptiveDDPMixin(_DDPStrategy):
             self._rewrap_if_due()
 
     def _announce(self, decision: Decision | None) -> None:
-        """Keep what was decided, and have rank zero say what is new in it."""
+        """Keep what was decided, and have rank zero say what is new in it, or raise on all ranks."""
         if decision is None:
             return
         self._decision = decision
+        if decision.unused and self._on_unused == "raise":
+            raise UnusedParametersError(decision)
         names = {parameter.name for parameter in decision.unused}
         if self.is_global_zero and not names <= self._warned_of:
             warnings.warn(str(decision), UnusedParametersWarning, stacklevel=2)
