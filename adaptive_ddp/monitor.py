@@ -5,14 +5,13 @@ integer a parameter, right after a synchronised backward, where all ranks have j
 next one; and after an exception nothing waits for another rank at all. Where plain DDP leaves a reduction unfinished,
 nothing is exchanged: the run ends as it would have, with a warning that names the parameters.
 
-How a gradient is noticed: by a post-accumulate hook on each parameter, which runs when the backward has brought this
-rank's own gradient and before DDP reduces it, so that the zeros which DDP writes for what is missing, and gradients
+How a gradient is noticed: by a tensor hook on each parameter, which runs when the backward brings this rank's own
+gradient and before DDP reduces it, so that the zeros which DDP writes for what is missing, and gradients
 from before the step, do not count.
 
 Limits: under manual optimization a backward that does not go through ``self.manual_backward(loss)`` is not seen, as it
 is not seen by Lightning. What counts is what counts for DDP: a hook that fires while there is a gradient, be it one
-from before. A post-accumulate hook of the user's that takes the gradient away (an optimizer step within the backward)
-hides it. Parameters that are added during a fit are recorded from the next fit on. Sharding strategies are refused.
+from before. Parameters that are added during a fit are recorded from the next fit on. Sharding strategies are refused.
 
 This file imports neither of the two Lightning packages: :class:`GradientUsageMonitorMixin` goes in front of the
 ``Callback`` of either.
@@ -36,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from adaptive_ddp.picture import PICTURE_SUFFIXES, UsageHistory, draw, require_matplotlib
-from adaptive_ddp.reducer import Reduction
+from adaptive_ddp.reducer import Reduction, forget_removed_hooks
 from adaptive_ddp.usage_table import (
     TABLE_SUFFIXES,
     Record,
@@ -85,8 +84,9 @@ class GradientHooks:
 
     def detach(self) -> None:
         """Remove the hooks; parameters without them cost nothing."""
-        for handle in self._handles:
+        for handle, parameter in zip(self._handles, self._parameters, strict=False):
             handle.remove()
+            forget_removed_hooks(parameter)
         self._handles = []
 
     def take(self) -> bytearray:
@@ -99,19 +99,19 @@ class GradientHooks:
 
     def _hook(self, index: int) -> RemovableHandle:
         received = self._received
+        parameter: Any = self._parameters[index]
 
-        def note(parameter: Tensor) -> None:
-            if parameter.grad is not None:
+        def note(gradient: Tensor | None) -> None:
+            if gradient is not None or parameter.grad is not None:
                 received[index] = _RECEIVED
             elif not received[index]:
                 # A custom autograd function returned None; to DDP's reducer the parameter is ready all the same.
                 received[index] = _REACHED
 
-        parameter: Any = self._parameters[index]
         trainable = parameter.requires_grad
         # A frozen parameter takes no hook, but may be unfrozen while this is attached.
         parameter.requires_grad_(True)
-        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(note)
+        handle: RemovableHandle = parameter.register_hook(note)
         parameter.requires_grad_(trainable)
         return handle
 
@@ -536,7 +536,7 @@ def _missing(fit: _Fit, trainer: Any, noted: bytearray) -> Sequence[str]:
         return fit.names
     if fit.reduction is None:
         return ()
-    return [fit.reduction.names[index] for index in fit.reduction._missing()]
+    return [fit.reduction.names[index] for index in fit.reduction.missing()]
 
 
 def _step_number(trainer: Any, pl_module: Any) -> int:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from adaptive_ddp.report import _braces
+from adaptive_ddp.report import braces
 from adaptive_ddp.usage_table import Record, read_names, read_table
 
 if TYPE_CHECKING:
@@ -277,7 +277,7 @@ def _label(names: Sequence[str], group: _Group, everything: Sequence[int]) -> st
         if len(below) == len(group.members):
             break
         prefix, components = path, _components(names, group.members, len(path))
-    label = ".".join((*prefix, _braces(components)))
+    label = ".".join((*prefix, braces(components)))
     if len(label) <= _LONGEST_LABEL:
         return label
     kept = (_LONGEST_LABEL - 1) // 2

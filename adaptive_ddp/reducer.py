@@ -202,7 +202,7 @@ class Reduction:
         if self._early is not None:
             fired, unused = self._early.end()
             self._early = None
-        missing = self._missing()
+        missing = self.missing()
         # After a hook that was fired, early or by the backward, the check shows the stall.
         may_be_silent = self._canary_may_hold or self.parameters[self._canary].grad is None
         self._canary_may_hold = True
@@ -215,7 +215,7 @@ class Reduction:
                 fired.append(self._canary)
                 if not used:
                     unused[self._canary] = gradient
-                missing = self._missing()
+                missing = self.missing()
         while missing:
             for index in missing:
                 used = is_used(index)
@@ -224,7 +224,7 @@ class Reduction:
                     unused[index] = gradient
             self._fire(missing)
             fired.extend(missing)
-            missing = self._missing()
+            missing = self.missing()
         return Finished(frozenset(fired), unused)
 
     def restore(self, index: int, gradient: Tensor | None) -> None:
@@ -241,7 +241,7 @@ class Reduction:
             # In place: with gradient_as_bucket_view the gradient has to stay a view into its bucket.
             parameter.grad.copy_(gradient)
 
-    def _missing(self) -> list[int]:
+    def missing(self) -> list[int]:
         """The parameters that the reducer still waits for, once any hook fired; 100 at most."""
         try:
             self._ddp.reducer._check_reducer_finalized()
@@ -267,7 +267,7 @@ class Reduction:
         """
         if len(self.parameters) > 1:
             self._ddp.reducer._autograd_hook(self._canary)
-            return bool(self._missing())
+            return bool(self.missing())
         # The only hook completes the reduction, for which it has to fire inside a backward, and leaves nothing to
         # check: what shows that it was needed is that the gradient was written.
         parameter = self.parameters[self._canary]

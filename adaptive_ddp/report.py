@@ -204,13 +204,14 @@ def _fold(node: _Tree) -> tuple[tuple[str, int], ...]:
         siblings.setdefault(_fold(child), []).append(component)
     lines: list[tuple[str, int]] = []
     for below, components in siblings.items():
-        written = _braces(components)
+        written = braces(components)
         for text, count in below or (("", 1),):
             lines.append((f"{written}.{text}" if text else written, count * len(components)))
     return tuple(lines)
 
 
-def _braces(components: Sequence[str]) -> str:
+def braces(components: Sequence[str]) -> str:
+    """Names that differ in one component, with that component's values in braces: ``{0..3,7}``."""
     if len(components) == 1:
         return components[0]
     written = list(_runs(components))

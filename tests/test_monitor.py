@@ -55,7 +55,7 @@ def record(
                 model, batches_of_this_rank(Case(make, batches))
             )
         weights.append(model.state_dict())
-        assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+        assert not any(parameter._backward_hooks for parameter in model.parameters())
     differences = [name for name, value in weights[0].items() if not torch.equal(value, weights[1][name])]
     if dist.get_rank() > 0:
         assert list(directory.iterdir()) == []
@@ -218,7 +218,7 @@ def fit_until_it_ends(directory: Path, ranks: tuple[int, ...], exits: bool) -> N
             trainer.fit(model, batches_of_this_rank(Case(models.Branches)))
         except Exception as caught:
             error = type(caught).__name__
-    hooks = sum(bool(parameter._post_accumulate_grad_hooks) for parameter in model.parameters())
+    hooks = sum(bool(parameter._backward_hooks) for parameter in model.parameters())
     (directory / f"{dist.get_rank()}.json").write_text(json.dumps([error, hooks]))
 
 
@@ -444,7 +444,7 @@ def test_steps_that_are_not_recorded_have_no_hooks(tmp_path: Path) -> None:
 
     class Looks(Plain):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
-            seen.append(sum(bool(p._post_accumulate_grad_hooks) for p in self.parameters()))
+            seen.append(sum(bool(p._backward_hooks) for p in self.parameters()))
             return super().training_step(batch, batch_idx)
 
     fit_plain(GradientUsageMonitor(4, table=tmp_path / "usage.csv", picture=None), Looks())
