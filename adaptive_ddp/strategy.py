@@ -14,19 +14,18 @@ of either (see ``pytorch_lightning.py``).
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from adaptive_ddp.decision import Decision, State
+from adaptive_ddp.notices import Notices, keep_scaler_content, refuse_arguments
 from adaptive_ddp.reducer import dismantle, move_comm_hooks, require_private_api
-from adaptive_ddp.report import UnusedParametersWarning, describe_added, describe_rewraps, describe_sit_out
+from adaptive_ddp.report import SIT_OUT_OF_A_FIT, describe_added
 from adaptive_ddp.run import Run
 
 if TYPE_CHECKING:
@@ -34,25 +33,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 else:
     _DDPStrategy = object
-
-_REFUSED = {
-    "find_unused_parameters": (
-        "the strategy chooses that flag itself, at run time. Leave the argument out; or, to fix the flag, write"
-        ' strategy="ddp" (off) or strategy="ddp_find_unused_parameters_true" (on)'
-    ),
-    "static_graph": (
-        "a static graph cannot follow what the strategy finds out at run time. Leave the argument out; or, for a graph"
-        " that never changes, write strategy=DDPStrategy(static_graph=True)"
-    ),
-    "skip_all_reduce_unused_params": (
-        "with it, ranks that differ in what they use wait for each other for ever. Leave the argument out; or, for"
-        " ranks that never differ, write"
-        " strategy=DDPStrategy(find_unused_parameters=True, skip_all_reduce_unused_params=True)"
-    ),
-}
-
-# A run whose set of trainable parameters changes this often is told what that costs.
-_MANY_REWRAPS = 10
 
 
 class AdaptiveDDPMixin(_DDPStrategy):
@@ -68,17 +48,12 @@ class AdaptiveDDPMixin(_DDPStrategy):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        for name, reason in _REFUSED.items():
-            if name in kwargs:
-                raise ValueError(f"{type(self).__name__}({name}={kwargs[name]!r}): {reason}.")
+        refuse_arguments(type(self).__name__, kwargs)
         require_private_api()
         super().__init__(*args, **kwargs)
         self._run: Run | None = None
         self._decision: Decision | None = None
-        self._warned_of: set[str] = set()
-        self._sit_outs = 0
-        self._changes = 0
-        self._rewrap_seconds = 0.0
+        self._notices = Notices()
 
     @property
     def decision(self) -> Decision | None:
@@ -95,9 +70,7 @@ class AdaptiveDDPMixin(_DDPStrategy):
         """Wrap the module with the flag off and start probing, whatever an earlier fit decided."""
         super().configure_ddp()
         self._decision = None
-        self._warned_of.clear()
-        self._sit_outs = self._changes = 0
-        self._rewrap_seconds = 0.0
+        self._notices = Notices()
         self._begin(State.PROBE)
 
     def _begin(self, state: State) -> None:
@@ -184,10 +157,7 @@ class AdaptiveDDPMixin(_DDPStrategy):
         return run.stand_in()
 
     def _warn_of_sit_out(self) -> None:
-        self._sit_outs += 1
-        if str(self._sit_outs).rstrip("0") == "1":
-            text = describe_sit_out(rank=self.global_rank, step=self._step_number, times=self._sit_outs)
-            warnings.warn(text, UserWarning, stacklevel=2)
+        self._notices.sat_out(rank=self.global_rank, step=self._step_number, reason=SIT_OUT_OF_A_FIT)
 
     # -- its backward -------------------------------------------------------------------------------------------------
 
@@ -227,9 +197,9 @@ class AdaptiveDDPMixin(_DDPStrategy):
         if aftermath.sat_out:
             if not run.stands_in and not aftermath.change_seen:
                 self._warn_of_sit_out()
-            self._keep_scaler_content(run)
+            keep_scaler_content(self.precision_plugin, run.reduction)
         if aftermath.set_changed:
-            self._changes += 1
+            self._notices.changes += 1
         if self._is_automatic:
             self._rewrap_if_due()
 
@@ -238,18 +208,7 @@ class AdaptiveDDPMixin(_DDPStrategy):
         if decision is None:
             return
         self._decision = decision
-        names = {parameter.name for parameter in decision.unused}
-        if self.is_global_zero and not names <= self._warned_of:
-            warnings.warn(str(decision), UnusedParametersWarning, stacklevel=2)
-        self._warned_of |= names
-
-    def _keep_scaler_content(self, run: Run) -> None:
-        """Under a gradient scaler, have zeros where all ranks sat a step out: it refuses one without a gradient."""
-        if getattr(self.precision_plugin, "scaler", None) is None:
-            return
-        if all(parameter.grad is None for parameter in run.reduction.parameters):
-            for parameter in run.reduction.parameters:
-                parameter.grad = torch.zeros_like(parameter)
+        self._notices.announce(decision, is_global_zero=self.is_global_zero)
 
     # -- wrapping again -----------------------------------------------------------------------------------------------
 
@@ -279,14 +238,8 @@ class AdaptiveDDPMixin(_DDPStrategy):
         move_comm_hooks(old, self._wrapper)
         self._begin(State.ON if flag else State.PROBE)
         if not flag:
-            self._note_rewrap(time.perf_counter() - began)
-
-    def _note_rewrap(self, seconds: float) -> None:
-        self._rewrap_seconds += seconds
-        if self._changes == _MANY_REWRAPS and self.is_global_zero:
-            mean_ms = 1000 * self._rewrap_seconds / self._changes
-            text = describe_rewraps(changes=self._changes, steps=self._step_number, mean_ms=mean_ms)
-            warnings.warn(text, UserWarning, stacklevel=2)
+            seconds = time.perf_counter() - began
+            self._notices.rewrapped(seconds, step=self._step_number, is_global_zero=self.is_global_zero)
 
     # -- a fit ends ---------------------------------------------------------------------------------------------------
 
