@@ -59,6 +59,8 @@ class _Model:
         self.place = place
         self.ddp = ddp
         self.run = Run(ddp, State.PROBE)
+        # Frozen ones too, which may be unfrozen; those that are added are refused.
+        self.parameters = frozenset(self.run.trainable.parameters)
         self.notices = Notices()
         # Synchronised backwards that it took part in.
         self.steps = 0
@@ -86,7 +88,7 @@ class _Model:
         if self._is_frozen or not torch.is_grad_enabled():
             return
         nodes = frozenset(tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None)
-        landmarks = Landmarks(nodes, frozenset(self.run.trainable.parameters))
+        landmarks = Landmarks(nodes, self.parameters)
         self.forward = _Forward(self.ddp.require_backward_grad_sync, landmarks)
 
     def before_backward(self) -> None:

@@ -128,9 +128,10 @@ class Exchange:
 
     def post_map(self, indices: Iterable[int], size: int) -> PostedMap:
         """Contribute this rank's part to a map of counts, without waiting for the others; as :meth:`count`."""
-        counts = torch.zeros(size, dtype=torch.int32)
-        counts[list(indices)] = 1
-        counts = counts.to(self._device)
+        part = [0] * size
+        for index in indices:
+            part[index] = 1
+        counts = torch.tensor(part, dtype=torch.int32, device=self._device)
         return PostedMap(counts, dist.all_reduce(counts, group=self._group, async_op=True))
 
     def average(self, gradient: Tensor) -> Tensor:
