@@ -1,9 +1,10 @@
 """A DDP strategy for PyTorch Lightning that chooses ``find_unused_parameters`` by itself.
 
 Importing the package registers ``ddp_adaptive``, ``ddp_adaptive_spawn``, ``ddp_adaptive_fork`` and
-``ddp_adaptive_notebook`` for ``Trainer(strategy=...)``.
+``ddp_adaptive_notebook`` for ``Trainer(strategy=...)`` and for ``Fabric(strategy=...)``.
 """
 
+import adaptive_ddp.fabric  # noqa: F401
 from adaptive_ddp.decision import Decision, State, UnusedParameter
 from adaptive_ddp.pytorch_lightning import AdaptiveDDPStrategy, GradientUsageMonitor
 from adaptive_ddp.reducer import finish_reduction

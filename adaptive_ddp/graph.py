@@ -9,7 +9,8 @@ that owns it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -26,17 +27,67 @@ def reached_parameters(loss: Tensor) -> Iterator[Tensor]:
     Args:
         loss: the root of the graph; may have been used for a backward already.
     """
-    pending = [loss.grad_fn] if loss.grad_fn is not None else []
-    seen = set(pending)
-    while pending:
-        node: Any = pending.pop()
+    for node in _nodes(loss):
         variable = getattr(node, "variable", None)
         if variable is not None:
             yield variable
+
+
+def _nodes(loss: Tensor) -> Iterator[Any]:
+    """Yield the nodes of the graph of a loss, as they are found; each one once."""
+    pending: list[Any] = [loss.grad_fn] if loss.grad_fn is not None else []
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        yield node
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 pending.append(following)
+
+
+@dataclass(frozen=True)
+class Landmarks:
+    """What tells that a backward comes through a forward of some module.
+
+    Attributes:
+        nodes: the nodes that the forward's outputs come from. They are found where the parameters are not, inside a
+            reentrant checkpoint.
+        parameters: the module's parameters. They are found where the loss is not made of outputs, as that of a
+            regularizer.
+    """
+
+    nodes: frozenset[Any]
+    parameters: frozenset[Tensor]
+
+
+def reached_landmarks(loss: Tensor, landmarks: Sequence[Landmarks]) -> set[int]:
+    """Which of the landmarks a backward from ``loss`` comes by, by their places; stops when it has found them all."""
+    reached: set[int] = set()
+    for node in _nodes(loss):
+        variable = getattr(node, "variable", None)
+        for place, landmark in enumerate(landmarks):
+            if node in landmark.nodes or (variable is not None and variable in landmark.parameters):
+                reached.add(place)
+        if len(reached) == len(landmarks):
+            break
+    return reached
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """The tensors in what a forward returned: in lists, tuples, mappings and dataclasses, nested or not."""
+    if isinstance(output, Tensor):
+        yield output
+        return
+    inner: Iterable[Any] = ()
+    if isinstance(output, Mapping):
+        inner = output.values()
+    elif isinstance(output, (list, tuple)):
+        inner = output
+    elif is_dataclass(output):
+        inner = (getattr(output, field.name) for field in fields(output))
+    for value in inner:
+        yield from tensors_in(value)
 
 
 def reaches_any(loss: Tensor, parameters: frozenset[Tensor]) -> bool:

@@ -9,14 +9,8 @@ from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 from typing_extensions import override
 
 from adaptive_ddp.monitor import GradientUsageMonitorMixin
+from adaptive_ddp.names import register
 from adaptive_ddp.strategy import AdaptiveDDPMixin
-
-_START_METHODS = {
-    "ddp_adaptive": "popen",
-    "ddp_adaptive_spawn": "spawn",
-    "ddp_adaptive_fork": "fork",
-    "ddp_adaptive_notebook": "fork",
-}
 
 
 class AdaptiveDDPStrategy(AdaptiveDDPMixin, DDPStrategy):
@@ -31,14 +25,7 @@ class AdaptiveDDPStrategy(AdaptiveDDPMixin, DDPStrategy):
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register the names; those that are there already stay as they are."""
-        for name, start_method in _START_METHODS.items():
-            if name not in strategy_registry:
-                strategy_registry.register(
-                    name,
-                    cls,
-                    description=f"DDP that chooses find_unused_parameters itself, `start_method` '{start_method}'",
-                    start_method=start_method,
-                )
+        register(cls, strategy_registry)
 
 
 class GradientUsageMonitor(GradientUsageMonitorMixin, Callback):

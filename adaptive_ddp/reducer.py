@@ -26,6 +26,12 @@ the file of torch that defines it (read and run with torch 2.13.0):
   side of the tensor too (``torch/csrc/autograd/python_variable.cpp``, ``THPVariable_set_backwards_hooks``).
 * ``DistributedDataParallel._build_params_for_reducer``: the reducer's parameters in the reducer's order, and which of
   them produce sparse gradients (``torch/nn/parallel/distributed.py``).
+* ``DistributedDataParallel._ddp_init_helper`` and ``_build_debug_param_to_name_mapping``: what the constructor makes
+  the reducer and its logger with; ``_has_rebuilt_buckets``, ``_lazy_init_ran``, ``Reducer._set_optimizer_in_backward``
+  and ``Reducer._set_mixed_precision_param_dtype``: what else it, or the first forward, tells them (same file). For
+  :func:`rebuild_reducer` alone.
+* ``torch.autograd.Variable._execution_engine.queue_callback``: what the reducer queues its own final callback with
+  (``torch/csrc/autograd/python_engine.cpp``). For :func:`at_end_of_backward` alone.
 """
 
 from __future__ import annotations
@@ -39,6 +45,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 CHECKED_TORCH_VERSIONS = ("2.13.0",)
 
@@ -51,20 +58,33 @@ _PRIVATE_CALLS = (
     (getattr(torch._C, "_distributed_c10d", None), "Reducer._remove_autograd_hooks"),
 )
 
+_PRIVATE_CALLS_OF_REBUILDING = (
+    (DistributedDataParallel, "_ddp_init_helper"),
+    (DistributedDataParallel, "_build_debug_param_to_name_mapping"),
+    (torch.autograd.Variable, "_execution_engine.queue_callback"),
+)
+
 # The digits are anchored on the sentence around them: with TORCH_DISTRIBUTED_DEBUG set, the same text also holds the
 # parameters' names, which may contain numbers.
 _MISSING_INDICES = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
 _UNFINISHED = "Expected to have finished reduction in the prior iteration"
+# What the check says of a reducer that has all its gradients and has not come to its final callback yet: it takes the
+# lack of a missing parameter for a fault of its own.
+_ALL_READY = "!unmarked_param_indices.empty()"
 
 
-def require_private_api() -> None:
+def require_private_api(*, rebuilds: bool = False) -> None:
     """Refuse a torch that lacks a call this file depends on.
+
+    Args:
+        rebuilds: ask for the calls of :func:`rebuild_reducer` and :func:`at_end_of_backward` too.
 
     Raises:
         RuntimeError: if one is missing; the message names the installed version, the missing calls and the versions
             that have them.
     """
-    missing = [path for owner, path in _PRIVATE_CALLS if not _has(owner, path)]
+    calls = _PRIVATE_CALLS + (_PRIVATE_CALLS_OF_REBUILDING if rebuilds else ())
+    missing = [path for owner, path in calls if not _has(owner, path)]
     if missing:
         raise RuntimeError(
             f"torch {torch.__version__} has no {', '.join(missing)}, which adaptive_ddp needs to finish a gradient"
@@ -179,7 +199,7 @@ class Reduction:
         if expected and loss.grad_fn is not None:
             self._early = _EarlyFiring(self, loss, expected, is_used)
 
-    def finish(self, is_used: Callable[[int], bool], *, wakes: bool = True) -> Finished:
+    def finish(self, is_used: Callable[[int], bool], *, wakes: bool = True, within_backward: bool = False) -> Finished:
         """Fire the hooks that this rank's backward did not fire, and so finish the reduction.
 
         Call it right after a synchronised backward, on every rank, before any other collective. A rank with nothing
@@ -192,6 +212,8 @@ class Reduction:
                 same accumulation window. Asked before anything is done to that parameter.
             wakes: whether to start the reduction of a backward that reached none of the parameters. To be left out
                 for a wrapper with ``find_unused_parameters=True``, which may have that parameter down as unused.
+            within_backward: it is called at the end of the backward, from :func:`at_end_of_backward`. Then it waits for
+                nothing; the reduction is complete when that backward returns.
 
         Raises:
             RuntimeError: if the process group fails (a rank died, a time-out), or torch reports the missing parameters
@@ -206,10 +228,10 @@ class Reduction:
         # After a hook that was fired, early or by the backward, the check shows the stall.
         may_be_silent = self._canary_may_hold or self.parameters[self._canary].grad is None
         self._canary_may_hold = True
-        if may_be_silent and wakes and not missing and not fired:
+        if may_be_silent and wakes and not (missing or fired or (within_backward and self._has_begun())):
             used = is_used(self._canary)
             gradient = self.prepare(self._canary, copy=self._wake_writes)
-            if self._wake():
+            if self._wake(within_backward=within_backward):
                 if not self._wake_writes:
                     gradient = self.prepare(self._canary, copy=True)
                 fired.append(self._canary)
@@ -222,10 +244,18 @@ class Reduction:
                 gradient = self.prepare(index, copy=not used)
                 if not used:
                     unused[index] = gradient
-            self._fire(missing)
+            self._fire(missing, within_backward=within_backward)
             fired.extend(missing)
             missing = self.missing()
         return Finished(frozenset(fired), unused)
+
+    def expect(self, loss: Tensor) -> None:
+        """Under the flag, have the reducer look for unused parameters in the graph of ``loss`` instead.
+
+        The wrapped forward has had it look in that of what it returned, which this rank's loss has nothing of. To be
+        called between that forward and the backward (``torch/nn/parallel/distributed.py``, ``_post_forward``).
+        """
+        self._ddp.reducer.prepare_for_backward([loss])
 
     def restore(self, index: int, gradient: Tensor | None) -> None:
         """Give a parameter back the gradient that :meth:`finish` set aside.
@@ -246,6 +276,8 @@ class Reduction:
         try:
             self._ddp.reducer._check_reducer_finalized()
         except RuntimeError as error:
+            if _ALL_READY in str(error):
+                return []
             if _UNFINISHED not in str(error):
                 raise
             listed = _MISSING_INDICES.search(str(error))
@@ -258,7 +290,15 @@ class Reduction:
             return [int(index) for index in listed.group(1).split()]
         return []
 
-    def _wake(self) -> bool:
+    def _has_begun(self) -> bool:
+        """Whether a hook has fired in a reduction that is not final yet."""
+        try:
+            self._ddp.reducer._check_reducer_finalized()
+        except RuntimeError:
+            return True
+        return False
+
+    def _wake(self, *, within_backward: bool) -> bool:
         """Fire the canary's hook; return whether the reducer was still waiting for it.
 
         A rank whose backward reached none of the reducer's parameters passes the check although the others wait for
@@ -268,11 +308,14 @@ class Reduction:
         if len(self.parameters) > 1:
             self._ddp.reducer._autograd_hook(self._canary)
             return bool(self.missing())
+        if within_backward:
+            self._ddp.reducer._autograd_hook(self._canary)
+            return self._has_begun()
         # The only hook completes the reduction, for which it has to fire inside a backward, and leaves nothing to
         # check: what shows that it was needed is that the gradient was written.
         parameter = self.parameters[self._canary]
         version = None if parameter.grad is None else parameter.grad._version
-        self._fire([self._canary])
+        self._fire([self._canary], within_backward=False)
         return version != (None if parameter.grad is None else parameter.grad._version)
 
     def mark_ready(self, indices: Iterable[int]) -> None:
@@ -291,7 +334,11 @@ class Reduction:
             parameter.grad = empty_sparse_gradient(parameter)
         return None
 
-    def _fire(self, indices: list[int]) -> None:
+    def _fire(self, indices: list[int], *, within_backward: bool) -> None:
+        if within_backward:
+            # A backward of its own would run the reducer's final callback, which waits for the other ranks.
+            self.mark_ready(indices)
+            return
         with torch.enable_grad():
             # On the buckets' device, so that the engine runs the node with that device's streams.
             anchor = torch.zeros((), device=self.device, requires_grad=True)
@@ -405,6 +452,64 @@ def dismantle(ddp: DistributedDataParallel) -> None:
     del reducer, ddp.reducer
 
 
+def rebuild_reducer(ddp: DistributedDataParallel, *, find_unused_parameters: bool) -> None:
+    """Give a wrapper a new reducer for the parameters that are trainable now, and leave it the object that it is.
+
+    Everything else of the wrapper stays: its options, its communication hooks with their state, the parameters it
+    ignores, its own mixed precision, whoever's forward hooks, and the gradients. The old reducer's hooks are removed
+    and its buckets freed before the new ones are allocated. No collective; to be called on every rank in the same
+    step, outside the wrapper's forward and after a synchronised backward. What it calls is what the constructor calls
+    after its checks and its broadcasts (``torch/nn/parallel/distributed.py``, ``__init__``, torch 2.13.0).
+
+    Args:
+        ddp: a wrapper whose reduction has finished, at least one of whose parameters is trainable.
+        find_unused_parameters: the flag to go on with.
+    """
+    wrapper: Any = ddp
+    wrapper.reducer._remove_autograd_hooks()
+    # The logger holds the reducer too (torch/csrc/distributed/c10d/logger.hpp).
+    wrapper.logger = None
+    del wrapper.reducer
+    wrapper.find_unused_parameters = find_unused_parameters
+    wrapper._has_rebuilt_buckets = False
+    parameters, expects_sparse = wrapper._build_params_for_reducer()
+    names = wrapper._build_debug_param_to_name_mapping(parameters)
+    wrapper._ddp_init_helper(parameters, expects_sparse, names, False)
+    if wrapper.mixed_precision is not None:
+        wrapper.reducer._set_mixed_precision_param_dtype(wrapper.mixed_precision.param_dtype)
+    # Done by the first forward (_setup_in_backward_optimizers), which registers a communication hook with it.
+    if wrapper._lazy_init_ran and any(hasattr(p, "_in_backward_optimizers") for p in wrapper._module_parameters):
+        wrapper.reducer._set_optimizer_in_backward()
+    hooks: list[tuple[Any, Any]] = wrapper._comm_hooks
+    wrapper._comm_hooks = []
+    for hook, state in hooks:
+        _forget_buckets(state, will_rebuild=not find_unused_parameters)
+        wrapper.register_comm_hook(state, hook)
+
+
+def at_end_of_backward(loss: Tensor, callback: Callable[[], None]) -> RemovableHandle:
+    """Have the next backward from ``loss`` call back when all its gradients are there, before any reducer waits.
+
+    With several wrappers in one backward, each rank would otherwise wait in that backward for the first wrapper that
+    another rank has something missing of, which that rank cannot finish while it waits for another one itself.
+
+    Args:
+        loss: the root of the backward; requires grad.
+        callback: called once, inside that backward.
+
+    Returns:
+        What takes the call back off the loss again, after the backward.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine
+
+    # At the start of the backward, so that it comes before what the reducers queue on the way.
+    def queue(gradient: Tensor) -> None:
+        engine.queue_callback(callback)
+
+    handle: RemovableHandle = loss.register_hook(queue)  # type: ignore[no-untyped-call]
+    return handle
+
+
 def uses_power_sgd(ddp: DistributedDataParallel) -> bool:
     """Whether one of PowerSGD's hooks is registered on the wrapper, wrapped in another or not."""
     return any(isinstance(state, PowerSGDState) for _, state in ddp._comm_hooks)
@@ -423,15 +528,20 @@ def move_comm_hooks(old: DistributedDataParallel, new: DistributedDataParallel) 
     """
     hooks: list[tuple[Any, Any]] = old._comm_hooks
     for _, state in hooks:
-        if isinstance(state, PowerSGDState):
-            state.error_dict.clear()
-            state.p_memory_dict.clear()
-            state.q_memory_dict.clear()
-            if not new.find_unused_parameters:
-                state.iter = 0
+        _forget_buckets(state, will_rebuild=not new.find_unused_parameters)
     if hooks and not new._comm_hooks:
         for hook, state in hooks:
             new.register_comm_hook(state, hook)
+
+
+def _forget_buckets(state: Any, *, will_rebuild: bool) -> None:
+    """Clear what a communication hook's state holds for single buckets; see :func:`move_comm_hooks`."""
+    if isinstance(state, PowerSGDState):
+        state.error_dict.clear()
+        state.p_memory_dict.clear()
+        state.q_memory_dict.clear()
+        if will_rebuild:
+            state.iter = 0
 
 
 def finish_reduction(ddp: DistributedDataParallel) -> list[str]:

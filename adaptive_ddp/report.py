@@ -11,6 +11,8 @@ from itertools import groupby
 
 from adaptive_ddp.decision import Decision, State, UnusedParameter
 
+SIT_OUT_OF_A_FIT = "its training_step returned None, or a loss that reaches no parameter"
+SIT_OUT_OF_A_LOOP = "its loss reaches none of the model's parameters"
 MAX_NAME_LINES = 12
 _MAX_NAMES_IN_BRACES = 8
 
@@ -95,11 +97,11 @@ def _what_happened(decision: Decision) -> str:
     )
 
 
-def describe_sit_out(*, rank: int, step: int, times: int) -> str:
+def describe_sit_out(*, rank: int, step: int, times: int, reason: str = SIT_OUT_OF_A_FIT) -> str:
     """The warning of a rank that had nothing to contribute to a step."""
     return (
-        f"Rank {rank} sat out step {step} ({times} time{'' if times == 1 else 's'} so far): its training_step returned"
-        " None, or a loss that reaches no parameter. It contributed zeros, so that the other ranks could take their"
+        f"Rank {rank} sat out step {step} ({times} time{'' if times == 1 else 's'} so far): {reason}."
+        " It contributed zeros, so that the other ranks could take their"
         " step; the mean is still over all ranks, so the step is smaller. If you skip bad batches, there is nothing to"
         " do."
     )
@@ -135,7 +137,7 @@ def describe_split(*, step: int, names: Sequence[str], trainable_by_rank: Sequen
             " cannot reduce what only some ranks train: they would wait for each other for ever.",
             *where,
             "Set requires_grad on every rank in the same step; if it depends on data, decide on one rank and broadcast"
-            " the decision (trainer.strategy.broadcast).",
+            " the decision (trainer.strategy.broadcast; in Fabric fabric.broadcast).",
         )
     )
 
@@ -146,7 +148,7 @@ def describe_added(*, names: Sequence[str]) -> str:
     return (
         f"The module has parameters that it did not have when DDP wrapped it: {folded}. DDP would never reduce their"
         " gradients. Create them in configure_model() or __init__() and freeze them until they are needed"
-        " (requires_grad may change at any time), or end this fit and start another."
+        " (requires_grad may change at any time), or end this fit and start another; in Fabric, set the model up again."
     )
 
 

@@ -11,7 +11,7 @@ what there is to say to the user. Imports no Lightning.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from adaptive_ddp.decision import Decision, Obstacle, State, decide
 from adaptive_ddp.graph import BlindForwards, reached_parameters, reaches_any, touch
-from adaptive_ddp.reducer import Reduction, gradient_or_zeros, sparse_parameters, uses_power_sgd
+from adaptive_ddp.reducer import Finished, Reduction, gradient_or_zeros, sparse_parameters, uses_power_sgd
 from adaptive_ddp.report import describe_split
-from adaptive_ddp.tally import Exchange, PostedTally
+from adaptive_ddp.tally import Exchange, PostedMap, PostedTally
 from adaptive_ddp.trainable import TrainableSet
 from adaptive_ddp.window import AccumulationWindow
 
@@ -133,6 +133,8 @@ class Run:
         # What the current call has for its caller.
         self._news: Decision | None = None
         self._set_changed = False
+        # What was finished from inside the current backward.
+        self._finished: Finished | None = None
         self._sparse_handles = self._unshare_sparse_gradients()
 
     def _unshare_sparse_gradients(self) -> list[Any]:
@@ -173,6 +175,10 @@ class Run:
             self.change_seen |= self.trainable.has_changed()
         elif self._ddp.find_unused_parameters:
             self.change_seen |= self.trainable.glance()
+
+    def post_map(self, indices: Iterable[int], size: int) -> PostedMap:
+        """Contribute to a map of counts of the caller's, without waiting; on every rank, between backwards."""
+        return self._exchange.post_map(indices, size)
 
     def reaches_nothing(self, loss: Tensor) -> bool:
         """Whether a backward from the loss is impossible, or would have the other ranks wait for ever."""
@@ -216,6 +222,16 @@ class Run:
                     expected = {index for index in expected if self.reduction.parameters[index] not in blind}
                 self.reduction.begin(loss, expected, self._window.received if self._window.is_open else None)
         return synchronised
+
+    def finish_within_backward(self) -> None:
+        """Finish the reduction from inside the backward, for :meth:`after_backward` to go on from.
+
+        For a backward that takes in several wrappers; to be called by ``reducer.at_end_of_backward``.
+        """
+        if self._ddp.find_unused_parameters:
+            self.reduction.finish(is_used=lambda index: True, wakes=False, within_backward=True)
+        else:
+            self._finished = self.reduction.finish(is_used=self._window.received, within_backward=True)
 
     # -- after it -----------------------------------------------------------------------------------------------------
 
@@ -273,7 +289,9 @@ class Run:
             # The flag looks at the graph of the loss. A backward may reach less of it (backward(inputs=...)).
             self.reduction.finish(is_used=lambda index: True, wakes=False)
             return {}, frozenset()
-        finished = self.reduction.finish(is_used=self._window.received)
+        finished, self._finished = self._finished, None
+        if finished is None:
+            finished = self.reduction.finish(is_used=self._window.received)
         unused = finished.unused
         if not self._window.is_open and not finished.missing:
             return unused, finished.missing

@@ -14,25 +14,18 @@ of either (see ``pytorch_lightning.py``).
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from adaptive_ddp.decision import Decision, State
+from adaptive_ddp.notices import Fallback, Notices, OnUnused, keep_scaler_content, refuse_arguments, refuse_choices
 from adaptive_ddp.reducer import dismantle, move_comm_hooks, require_private_api
-from adaptive_ddp.report import (
-    UnusedParametersError,
-    UnusedParametersWarning,
-    describe_added,
-    describe_rewraps,
-    describe_sit_out,
-)
+from adaptive_ddp.report import SIT_OUT_OF_A_FIT, UnusedParametersError, describe_added
 from adaptive_ddp.run import Run
 
 if TYPE_CHECKING:
@@ -40,28 +33,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 else:
     _DDPStrategy = object
-
-Fallback: TypeAlias = Literal["find_unused_parameters", "finish"]
-OnUnused: TypeAlias = Literal["fallback", "raise"]
-
-_REFUSED = {
-    "find_unused_parameters": (
-        "the strategy chooses that flag itself, at run time. Leave the argument out; or, to fix the flag, write"
-        ' strategy="ddp" (off) or strategy="ddp_find_unused_parameters_true" (on)'
-    ),
-    "static_graph": (
-        "a static graph cannot follow what the strategy finds out at run time. Leave the argument out; or, for a graph"
-        " that never changes, write strategy=DDPStrategy(static_graph=True)"
-    ),
-    "skip_all_reduce_unused_params": (
-        "with it, ranks that differ in what they use wait for each other for ever. Leave the argument out; or, for"
-        " ranks that never differ, write"
-        " strategy=DDPStrategy(find_unused_parameters=True, skip_all_reduce_unused_params=True)"
-    ),
-}
-
-# A run whose set of trainable parameters changes this often is told what that costs.
-_MANY_REWRAPS = 10
 
 
 class AdaptiveDDPMixin(_DDPStrategy):
@@ -91,31 +62,15 @@ class AdaptiveDDPMixin(_DDPStrategy):
         on_unused: OnUnused = "fallback",
         **kwargs: Any,
     ) -> None:
-        for name, reason in _REFUSED.items():
-            if name in kwargs:
-                raise ValueError(f"{type(self).__name__}({name}={kwargs[name]!r}): {reason}.")
-        if fallback not in get_args(Fallback):
-            raise ValueError(
-                f"{type(self).__name__}(fallback={fallback!r}): there is no such fallback. Write"
-                ' fallback="find_unused_parameters" (the default) to turn the flag on once a parameter got no gradient,'
-                ' or fallback="finish" to leave it off and finish each reduction in place.'
-            )
-        if on_unused not in get_args(OnUnused):
-            raise ValueError(
-                f"{type(self).__name__}(on_unused={on_unused!r}): there is no such thing to do. Write"
-                ' on_unused="fallback" (the default) to train on, or on_unused="raise" for an error on all ranks once a'
-                " parameter got no gradient."
-            )
+        refuse_arguments(type(self).__name__, kwargs)
+        refuse_choices(type(self).__name__, fallback, on_unused)
         require_private_api()
         super().__init__(*args, **kwargs)
         self._fallback = fallback
         self._on_unused = on_unused
         self._run: Run | None = None
         self._decision: Decision | None = None
-        self._warned_of: set[str] = set()
-        self._sit_outs = 0
-        self._changes = 0
-        self._rewrap_seconds = 0.0
+        self._notices = Notices()
 
     @property
     def decision(self) -> Decision | None:
@@ -132,9 +87,7 @@ class AdaptiveDDPMixin(_DDPStrategy):
         """Wrap the module with the flag off and start probing, whatever an earlier fit decided."""
         super().configure_ddp()
         self._decision = None
-        self._warned_of.clear()
-        self._sit_outs = self._changes = 0
-        self._rewrap_seconds = 0.0
+        self._notices = Notices()
         self._begin(State.PROBE)
 
     def _begin(self, state: State) -> None:
@@ -226,10 +179,7 @@ class AdaptiveDDPMixin(_DDPStrategy):
         return zero
 
     def _warn_of_sit_out(self) -> None:
-        self._sit_outs += 1
-        if str(self._sit_outs).rstrip("0") == "1":
-            text = describe_sit_out(rank=self.global_rank, step=self._step_number, times=self._sit_outs)
-            warnings.warn(text, UserWarning, stacklevel=2)
+        self._notices.sat_out(rank=self.global_rank, step=self._step_number, reason=SIT_OUT_OF_A_FIT)
 
     # -- its backward -------------------------------------------------------------------------------------------------
 
@@ -271,9 +221,9 @@ class AdaptiveDDPMixin(_DDPStrategy):
         if aftermath.sat_out:
             if not run.stands_in and not aftermath.change_seen:
                 self._warn_of_sit_out()
-            self._keep_scaler_content(run)
+            keep_scaler_content(self.precision_plugin, run.reduction)
         if aftermath.set_changed:
-            self._changes += 1
+            self._notices.changes += 1
         if self._is_automatic:
             self._rewrap_if_due()
 
@@ -284,18 +234,7 @@ class AdaptiveDDPMixin(_DDPStrategy):
         self._decision = decision
         if decision.unused and self._on_unused == "raise":
             raise UnusedParametersError(decision)
-        names = {parameter.name for parameter in decision.unused}
-        if self.is_global_zero and not names <= self._warned_of:
-            warnings.warn(str(decision), UnusedParametersWarning, stacklevel=2)
-        self._warned_of |= names
-
-    def _keep_scaler_content(self, run: Run) -> None:
-        """Under a gradient scaler, have zeros where all ranks sat a step out: it refuses one without a gradient."""
-        if getattr(self.precision_plugin, "scaler", None) is None:
-            return
-        if all(parameter.grad is None for parameter in run.reduction.parameters):
-            for parameter in run.reduction.parameters:
-                parameter.grad = torch.zeros_like(parameter)
+        self._notices.announce(decision, is_global_zero=self.is_global_zero)
 
     # -- wrapping again -----------------------------------------------------------------------------------------------
 
@@ -325,14 +264,8 @@ class AdaptiveDDPMixin(_DDPStrategy):
         move_comm_hooks(old, self._wrapper)
         self._begin(State.ON if flag else State.PROBE)
         if not flag:
-            self._note_rewrap(time.perf_counter() - began)
-
-    def _note_rewrap(self, seconds: float) -> None:
-        self._rewrap_seconds += seconds
-        if self._changes == _MANY_REWRAPS and self.is_global_zero:
-            mean_ms = 1000 * self._rewrap_seconds / self._changes
-            text = describe_rewraps(changes=self._changes, steps=self._step_number, mean_ms=mean_ms)
-            warnings.warn(text, UserWarning, stacklevel=2)
+            seconds = time.perf_counter() - began
+            self._notices.rewrapped(seconds, step=self._step_number, is_global_zero=self.is_global_zero)
 
     # -- a fit ends ---------------------------------------------------------------------------------------------------
 

@@ -99,6 +99,25 @@ class PostedCudaTally(PostedTally):
         return int(self._on_host.item())
 
 
+class PostedMap:
+    """A map of counts on its way."""
+
+    def __init__(self, counts: Tensor, work: dist.Work | None) -> None:
+        self._counts = counts
+        self._work = work
+
+    def read(self) -> list[int]:
+        """Wait for the map and return it; the same on every rank.
+
+        Raises:
+            RuntimeError: if the process group fails.
+        """
+        if self._work is not None:
+            self._work.wait()
+        result: list[int] = self._counts.tolist()
+        return result
+
+
 class Exchange:
     """The channel between the ranks of one wrapper.
 
@@ -153,12 +172,15 @@ class Exchange:
         Raises:
             RuntimeError: if the process group fails.
         """
-        counts = torch.zeros(size, dtype=torch.int32)
-        counts[list(indices)] = 1
-        counts = counts.to(self._device)
-        dist.all_reduce(counts, group=self._group)
-        result: list[int] = counts.tolist()
-        return result
+        return self.post_map(indices, size).read()
+
+    def post_map(self, indices: Iterable[int], size: int) -> PostedMap:
+        """Contribute this rank's part to a map of counts, without waiting for the others; as :meth:`count`."""
+        part = [0] * size
+        for index in indices:
+            part[index] = 1
+        counts = torch.tensor(part, dtype=torch.int32, device=self._device)
+        return PostedMap(counts, dist.all_reduce(counts, group=self._group, async_op=True))
 
     def average(self, gradient: Tensor) -> Tensor:
         """The mean of a gradient, dense or sparse, over the ranks, by DDP's rule: divided first, then added up.

