@@ -17,6 +17,12 @@ WIDTH = 4
 Usage = Callable[[int, int, int], tuple[int, ...]]
 
 
+def usage_id(usage: Usage) -> str:
+    """The name of a test's parameter, the same in every process."""
+    name = getattr(usage, "__name__", type(usage).__name__)
+    return f"{name}{tuple(vars(usage).values())}" if vars(usage) else name
+
+
 def all_used(batch_idx: int, rank: int, world_size: int) -> tuple[int, ...]:
     return (0, 1, 2)
 

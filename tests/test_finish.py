@@ -29,7 +29,7 @@ def run(ranks: Ranks, case: Case) -> list[Outcome]:
     return outcomes
 
 
-@pytest.mark.parametrize("usage", USAGES, ids=repr)
+@pytest.mark.parametrize("usage", USAGES, ids=models.usage_id)
 @pytest.mark.parametrize(
     "model",
     [
@@ -56,7 +56,7 @@ def test_an_obstacle_is_seen_in_a_miss_of_the_last_step(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("bag", [False, True])
-@pytest.mark.parametrize("usage", USAGES, ids=repr)
+@pytest.mark.parametrize("usage", USAGES, ids=models.usage_id)
 def test_sparse_gradients_with_unused_parameters(ranks: Ranks, usage: models.Usage, bag: bool) -> None:
     for outcome in run(ranks, Case(partial(models.SparseBranches, usage, bag), references=("oracle",))):
         assert outcome.final_decision.state is State.FINISH
@@ -64,12 +64,12 @@ def test_sparse_gradients_with_unused_parameters(ranks: Ranks, usage: models.Usa
 
 
 @pytest.mark.parametrize("model", [models.CheckpointedBranches, models.SparseBranches])
-@pytest.mark.parametrize("usage", [models.never_last, LateEverywhere(3), SomeRanks(0, 1)], ids=repr)
+@pytest.mark.parametrize("usage", [models.never_last, LateEverywhere(3), SomeRanks(0, 1)], ids=models.usage_id)
 def test_accumulation_in_finish(ranks: Ranks, model: Any, usage: models.Usage) -> None:
     run(ranks, Case(partial(model, usage), batches=8, trainer={"accumulate_grad_batches": 2}, references=("oracle",)))
 
 
-@pytest.mark.parametrize("usage", [models.never_last, LateEverywhere(3), SomeRanks(0, 1)], ids=repr)
+@pytest.mark.parametrize("usage", [models.never_last, LateEverywhere(3), SomeRanks(0, 1)], ids=models.usage_id)
 def test_bucket_views_in_finish(ranks: Ranks, usage: models.Usage) -> None:
     case = Case(partial(models.CheckpointedBranches, usage), strategy={"gradient_as_bucket_view": True})
     # The oracle takes no DDP options; the argument is the wrapper's alone.
@@ -101,7 +101,7 @@ def test_finish_as_the_fallback_equals_both_references(ranks: Ranks, usage: str,
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("strategy", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.0001}], ids=str)
 @pytest.mark.parametrize("model", [models.Branches, models.KeepsZeros, models.NeverZeroes, models.BlockedBranch])
-@pytest.mark.parametrize("usage", [models.never_last, OwnLater(), SomeRanks(4, 1), OwnBranch()], ids=repr)
+@pytest.mark.parametrize("usage", [models.never_last, OwnLater(), SomeRanks(4, 1), OwnBranch()], ids=models.usage_id)
 def test_finish_as_the_fallback_with_gradients_from_before(
     ranks: Ranks, model: Any, accumulate: int, strategy: dict[str, Any], usage: models.Usage
 ) -> None:
@@ -109,13 +109,13 @@ def test_finish_as_the_fallback_with_gradients_from_before(
     test_strategy.run(ranks, 2, Case(partial(model, usage), 9, strategy, FINISH, trainer, references=("flag",)))
 
 
-@pytest.mark.parametrize("usage", [OwnLater(), LateEverywhere(2), OwnBranch()], ids=repr)
+@pytest.mark.parametrize("usage", [OwnLater(), LateEverywhere(2), OwnBranch()], ids=models.usage_id)
 def test_a_checkpoint_that_comes_later_is_not_finished_too_early(ranks: Ranks, usage: models.Usage) -> None:
     test_strategy.run(ranks, 2, Case(partial(models.LateCheckpoint, usage), 9, ours=FINISH, references=("oracle",)))
 
 
 @pytest.mark.parametrize("by_parameter", [False, True])
-@pytest.mark.parametrize("usage", [models.never_last, OwnLater(), OwnBranch()], ids=repr)
+@pytest.mark.parametrize("usage", [models.never_last, OwnLater(), OwnBranch()], ids=models.usage_id)
 def test_a_backward_that_asks_for_gradients_first(ranks: Ranks, usage: models.Usage, by_parameter: bool) -> None:
     test_strategy.run(ranks, 2, Case(partial(models.AsksFirst, usage, by_parameter), 9, ours=FINISH))
 

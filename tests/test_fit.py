@@ -43,7 +43,7 @@ SMOKE = {
 }
 
 
-@pytest.mark.parametrize("usage", [models.never_last, models.never_first, SomeRanks(0, 1)], ids=repr)
+@pytest.mark.parametrize("usage", [models.never_last, models.never_first, SomeRanks(0, 1)], ids=models.usage_id)
 @pytest.mark.parametrize("smoke", SMOKE)
 def test_a_smoke_run_ends_with_equal_weights_and_the_warning(ranks: Ranks, smoke: str, usage: models.Usage) -> None:
     outcomes = ranks(2).run(run_case, Case(partial(models.Branches, usage), trainer=SMOKE[smoke]))
@@ -96,7 +96,7 @@ def resume(first: str, second: str, usage: models.Usage) -> dict[str, torch.Tens
     return model.state_dict()
 
 
-@pytest.mark.parametrize("usage", [models.never_last, LateEverywhere(2), SomeRanks(3, 1)], ids=repr)
+@pytest.mark.parametrize("usage", [models.never_last, LateEverywhere(2), SomeRanks(3, 1)], ids=models.usage_id)
 def test_resuming_in_both_directions(ranks: Ranks, usage: models.Usage) -> None:
     expected = ranks(2).run(resume, "flag", "flag", usage)[0]
     for first, second in (("adaptive", "flag"), ("flag", "adaptive"), ("adaptive", "adaptive")):
@@ -234,7 +234,9 @@ def collective_in_hook(usage: models.Usage) -> tuple[list[float], list[bool]]:
     return seen.spread, seen.known
 
 
-@pytest.mark.parametrize("usage", [models.never_first, SomeRanks(0, 0), SomeRanks(2, 1), OnlyOnce(1, 0)], ids=repr)
+@pytest.mark.parametrize(
+    "usage", [models.never_first, SomeRanks(0, 0), SomeRanks(2, 1), OnlyOnce(1, 0)], ids=models.usage_id
+)
 def test_on_after_backward_sees_the_same_gradients_on_all_ranks(ranks: Ranks, usage: models.Usage) -> None:
     for spread, decision_known in ranks(2).run(collective_in_hook, usage):
         assert spread == [0.0] * 4
@@ -262,7 +264,7 @@ def fit_compiled(contender: str, usage: models.Usage, whole: bool) -> dict[str, 
 
 
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("usage", [models.never_last, LateEverywhere(2), SomeRanks(2, 1)], ids=repr)
+@pytest.mark.parametrize("usage", [models.never_last, LateEverywhere(2), SomeRanks(2, 1)], ids=models.usage_id)
 def test_compiled_modules(ranks: Ranks, usage: models.Usage, whole: bool) -> None:
     expected = ranks(2).run(fit_compiled, "flag", usage, whole)[0]
     for weights in ranks(2).run(fit_compiled, "adaptive", usage, whole):

@@ -81,7 +81,7 @@ def fit_with_hook(contender: str, make: Any, model: Any, batches: int) -> dict[s
     return {name: tensor.clone() for name, tensor in made.state_dict().items()}
 
 
-@pytest.mark.parametrize("usage", USAGES, ids=repr)
+@pytest.mark.parametrize("usage", USAGES, ids=models.usage_id)
 @pytest.mark.parametrize("make", [compress_fp16, compress_bf16, post_local_sgd])
 def test_a_communication_hook_goes_over(ranks: Ranks, make: Any, usage: models.Usage) -> None:
     model = partial(models.Branches, usage)
@@ -90,7 +90,7 @@ def test_a_communication_hook_goes_over(ranks: Ranks, make: Any, usage: models.U
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("usage", [models.never_last, LateEverywhere(5), SomeRanks(5, 0)], ids=repr)
+@pytest.mark.parametrize("usage", [models.never_last, LateEverywhere(5), SomeRanks(5, 0)], ids=models.usage_id)
 def test_power_sgd_trains_with_unused_parameters(ranks: Ranks, usage: models.Usage) -> None:
     # Its numbers depend on the layout of the buckets, so no other run has them; the ranks must agree on them.
     # The flag would exchange its usage map while PowerSGD's own collectives are under way; so it stays off.
@@ -115,7 +115,7 @@ def model_averaging(contender: str, usage: models.Usage) -> dict[str, torch.Tens
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("usage", USAGES, ids=repr)
+@pytest.mark.parametrize("usage", USAGES, ids=models.usage_id)
 def test_model_averaging_goes_on(ranks: Ranks, usage: models.Usage) -> None:
     expected = ranks(2).run(model_averaging, "flag", usage)[0]
     for weights in ranks(2).run(model_averaging, "adaptive", usage):
@@ -192,7 +192,7 @@ def own_buffer(usage: models.Usage) -> float:
     return float(model.own)
 
 
-@pytest.mark.parametrize("usage", USAGES, ids=repr)
+@pytest.mark.parametrize("usage", USAGES, ids=models.usage_id)
 def test_buffers_of_each_ranks_own_stay_so(ranks: Ranks, usage: models.Usage) -> None:
     assert ranks(2).run(own_buffer, usage) == [1.0, 2.0]
     case = Case(partial(OwnBuffer, usage), batches=6, strategy={"broadcast_buffers": False})
@@ -210,7 +210,7 @@ class Adam(models.Branches):
         return torch.optim.AdamW(self.parameters(), lr=0.05)
 
 
-@pytest.mark.parametrize("usage", USAGES, ids=repr)
+@pytest.mark.parametrize("usage", USAGES, ids=models.usage_id)
 @pytest.mark.parametrize("model", [Zero, Adam])
 def test_optimizer_state_stays(ranks: Ranks, model: Any, usage: models.Usage) -> None:
     for outcome in ranks(2).run(run_case, Case(partial(model, usage), batches=6)):
@@ -233,7 +233,7 @@ class AccumulatesByHand(models.Branches):
 
 
 @pytest.mark.parametrize("view", [False, True])
-@pytest.mark.parametrize("usage", [*USAGES, LateEverywhere(2), SomeRanks(2, 1)], ids=repr)
+@pytest.mark.parametrize("usage", [*USAGES, LateEverywhere(2), SomeRanks(2, 1)], ids=models.usage_id)
 def test_accumulated_gradients_in_the_middle_of_a_window(ranks: Ranks, usage: models.Usage, view: bool) -> None:
     case = Case(partial(AccumulatesByHand, usage), batches=8, strategy={"gradient_as_bucket_view": view})
     # In a view a gradient that is kept goes through the division again and again, under the flag too.

@@ -87,7 +87,7 @@ class SitsOutOfSparse(models.SparseBranches):
         return None if out else super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("usage", [models.all_used, models.never_last, LateEverywhere(2)], ids=repr)
+@pytest.mark.parametrize("usage", [models.all_used, models.never_last, LateEverywhere(2)], ids=models.usage_id)
 @pytest.mark.parametrize("model", [SitsOutOfFinish, SitsOutOfSparse])
 def test_in_finish(ranks: Ranks, model: Any, usage: models.Usage) -> None:
     run(ranks, Case(partial(model, usage), references=("oracle",)))

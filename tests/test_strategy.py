@@ -128,7 +128,9 @@ def test_a_parameter_used_in_one_micro_batch_counts_as_used(
 @pytest.mark.parametrize("strategy", [{}, {"gradient_as_bucket_view": True}], ids=str)
 @pytest.mark.parametrize("model", [models.KeepsZeros, models.NeverZeroes])
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("usage", [models.never_last, LateEverywhere(2), SomeRanks(4, 1), OnlyOnce(3, 0)], ids=repr)
+@pytest.mark.parametrize(
+    "usage", [models.never_last, LateEverywhere(2), SomeRanks(4, 1), OnlyOnce(3, 0)], ids=models.usage_id
+)
 def test_gradients_from_before_the_step_stay_what_they_were(
     ranks: Ranks, model: Any, accumulate: int, strategy: dict[str, Any], usage: models.Usage
 ) -> None:
@@ -136,7 +138,9 @@ def test_gradients_from_before_the_step_stay_what_they_were(
     run(ranks, 2, case)
 
 
-@pytest.mark.parametrize("usage", [LateEverywhere(0), LateEverywhere(2), SomeRanks(0, 1), SomeRanks(3, 0)], ids=repr)
+@pytest.mark.parametrize(
+    "usage", [LateEverywhere(0), LateEverywhere(2), SomeRanks(0, 1), SomeRanks(3, 0)], ids=models.usage_id
+)
 def test_an_unused_parameter_keeps_a_gradient_of_the_ranks_own(ranks: Ranks, usage: models.Usage) -> None:
     run(ranks, 2, Case(partial(models.LocalGradient, usage), ranks_are_equal=False))
     strategy = {"gradient_as_bucket_view": True}
@@ -166,7 +170,9 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("usage", [models.never_last, LateEverywhere(2), SomeRanks(0, 1), SomeRanks(3, 0)], ids=repr)
+@pytest.mark.parametrize(
+    "usage", [models.never_last, LateEverywhere(2), SomeRanks(0, 1), SomeRanks(3, 0)], ids=models.usage_id
+)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_options_of_the_trainer_and_of_ddp(ranks: Ranks, variant: str, usage: models.Usage) -> None:
     options: dict[str, Any] = {"strategy": {}, **VARIANTS[variant]}
@@ -178,7 +184,9 @@ def test_options_of_the_trainer_and_of_ddp(ranks: Ranks, variant: str, usage: mo
     run(ranks, 2, case)
 
 
-@pytest.mark.parametrize("usage", [models.never_last, LateEverywhere(2), SomeRanks(0, 1), SomeRanks(3, 0)], ids=repr)
+@pytest.mark.parametrize(
+    "usage", [models.never_last, LateEverywhere(2), SomeRanks(0, 1), SomeRanks(3, 0)], ids=models.usage_id
+)
 @pytest.mark.parametrize(
     "model",
     [
@@ -193,12 +201,14 @@ def test_kinds_of_models(ranks: Ranks, model: Any, usage: models.Usage) -> None:
     run(ranks, 2, Case(partial(model, usage)))
 
 
-@pytest.mark.parametrize("usage", [models.never_last, SomeRanks(0, 1)], ids=repr)
+@pytest.mark.parametrize("usage", [models.never_last, SomeRanks(0, 1)], ids=models.usage_id)
 def test_a_hook_that_fires_without_a_gradient(ranks: Ranks, usage: models.Usage) -> None:
     run(ranks, 2, Case(partial(models.BlockedBranch, usage)))
 
 
-@pytest.mark.parametrize("usage", [models.never_last, LateEverywhere(2), SomeRanks(0, 1), SomeRanks(3, 0)], ids=repr)
+@pytest.mark.parametrize(
+    "usage", [models.never_last, LateEverywhere(2), SomeRanks(0, 1), SomeRanks(3, 0)], ids=models.usage_id
+)
 @pytest.mark.parametrize("broadcast", [True, False])
 def test_batch_norm(ranks: Ranks, broadcast: bool, usage: models.Usage) -> None:
     for trainer in ({}, {"accumulate_grad_batches": 2}):
@@ -206,7 +216,9 @@ def test_batch_norm(ranks: Ranks, broadcast: bool, usage: models.Usage) -> None:
         run(ranks, 2, Case(partial(models.BatchNormBranches, usage), batches=8, strategy=strategy, trainer=trainer))
 
 
-@pytest.mark.parametrize("usage", [models.all_used, SomeRanks(0, 1), SomeRanks(2, 0), LateEverywhere(2)], ids=repr)
+@pytest.mark.parametrize(
+    "usage", [models.all_used, SomeRanks(0, 1), SomeRanks(2, 0), LateEverywhere(2)], ids=models.usage_id
+)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_model_of_one_parameter(ranks: Ranks, world_size: int, usage: models.Usage) -> None:
     # Under the flag a rank whose loss does not reach the parameter hangs the others.

@@ -42,7 +42,9 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize(
-    "usage", [models.all_used, models.never_last, LateEverywhere(2), SomeRanks(0, 1), SomeRanks(2, 0)], ids=repr
+    "usage",
+    [models.all_used, models.never_last, LateEverywhere(2), SomeRanks(0, 1), SomeRanks(2, 0)],
+    ids=models.usage_id,
 )
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_changed_set_is_reduced_from_the_step_on(ranks: Ranks, schedule: str, usage: models.Usage) -> None:
@@ -130,7 +132,7 @@ def finetuned(contender: str, usage: models.Usage) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("usage", [models.all_used, models.never_last, SomeRanks(0, 1)], ids=repr)
+@pytest.mark.parametrize("usage", [models.all_used, models.never_last, SomeRanks(0, 1)], ids=models.usage_id)
 def test_backbone_finetuning(ranks: Ranks, usage: models.Usage) -> None:
     expected = ranks(2).run(finetuned, "oracle", usage)
     ours = ranks(2).run(finetuned, "adaptive", usage)
