@@ -86,7 +86,7 @@ def of_module(rows: list[tuple[int, int, dict[str, int | None]]], prefix: str) -
         ("adaptive", SomeRanks(0, 0, 1), [0] * 5),
         ("adaptive bucket view", models.OnlyOnce(2, 0, 1), [2, 2, 0, 2, 2]),
     ],
-    ids=str,
+    ids=lambda value: models.usage_id(value) if callable(value) else str(value),
 )
 def test_counts_ranks_under_every_strategy_and_changes_no_bit(
     ranks: Ranks, strategy: str, usage: models.Usage, expected: list[int]
