@@ -125,9 +125,9 @@ def hooks_fired(usage: models.Usage) -> tuple[list[int], list[int], list[int]]:
     counts: dict[str, list[int]] = {"early": [], "late": [], "maps": []}
 
     def counting(name: str, original: Any, number: Any) -> Any:
-        def counted(*args: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
             counts[name][-1] += number(*args)
-            return original(*args)
+            return original(*args, **kwargs)
 
         return counted
 

@@ -134,7 +134,7 @@ def without_knowing_the_barren() -> tuple[Any, str, Any]:
 
 
 def without_keeping_something_for_the_scaler() -> tuple[Any, str, Any]:
-    return AdaptiveDDPMixin, "_keep_scaler_content", lambda self, run: None
+    return strategy, "keep_scaler_content", lambda precision, reduction: None
 
 
 def run_without(take_away: Callable[[], tuple[Any, str, Any]], case: Case) -> bool:

@@ -30,7 +30,7 @@ OPEN = Without()
 SHARES = {
     "through WATCH": 20,
     "fallback finish": 30,
-    "through ON": 10,
+    "through ON": 5,
     "through FINISH": 15,
     "sitting out": 10,
     "freezing": 10,
