@@ -1,10 +1,13 @@
 """A DDP strategy for PyTorch Lightning that chooses ``find_unused_parameters`` by itself.
 
 Importing the package registers ``ddp_adaptive``, ``ddp_adaptive_spawn``, ``ddp_adaptive_fork`` and
-``ddp_adaptive_notebook`` for ``Trainer(strategy=...)`` and for ``Fabric(strategy=...)``.
+``ddp_adaptive_notebook`` for ``Trainer(strategy=...)`` and for ``Fabric(strategy=...)`` of ``pytorch_lightning``, and
+of ``lightning`` if that has been imported already; otherwise ``import adaptive_ddp.lightning`` does.
 """
 
-import adaptive_ddp.fabric  # noqa: F401
+import sys
+
+import adaptive_ddp.fabric
 from adaptive_ddp.decision import Decision, State, UnusedParameter
 from adaptive_ddp.pytorch_lightning import AdaptiveDDPStrategy, GradientUsageMonitor
 from adaptive_ddp.reducer import finish_reduction
@@ -20,3 +23,7 @@ __all__ = [
     "UnusedParametersWarning",
     "finish_reduction",
 ]
+
+if sys.modules.get("lightning") is not None:
+    import adaptive_ddp.lightning
+    import adaptive_ddp.lightning.fabric  # noqa: F401
