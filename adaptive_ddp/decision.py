@@ -6,7 +6,7 @@ Promise: a :class:`Decision` is made from facts that are the same on every rank,
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 
@@ -48,12 +48,14 @@ class UnusedParameter:
     Attributes:
         name: its name in the LightningModule.
         numel: its number of elements.
-        missed_by: the number of ranks on which it received none.
+        missed_by: the number of ranks on which it received none; a rank that sat the step out does not count.
+        ranks: those ranks, under ``on_unused="raise"``; empty otherwise, since only numbers are exchanged then.
     """
 
     name: str
     numel: int
     missed_by: int
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ def decide(
     missed_by: Sequence[int],
     obstacles: Sequence[Obstacle] = (),
     prefers_finish: bool = False,
+    missing_by_rank: Sequence[Collection[int]] = (),
 ) -> Decision:
     """Decide from the usage map of one step.
 
@@ -105,13 +108,16 @@ def decide(
         missed_by: for each of them, on how many ranks it received no gradient.
         obstacles: what keeps the flag from serving this graph, on any rank.
         prefers_finish: decide on FINISH where ON would do too.
+        missing_by_rank: for each rank, the places of the parameters that received no gradient there; empty if unknown.
 
     Returns:
         WATCH if every rank used every parameter; otherwise FINISH if there are obstacles or it is preferred, ON if not.
     """
     unused = tuple(
-        UnusedParameter(name, numel, missed)
-        for name, numel, missed in zip(names, numels, missed_by, strict=True)
+        UnusedParameter(
+            name, numel, missed, tuple(rank for rank, missing in enumerate(missing_by_rank) if index in missing)
+        )
+        for index, (name, numel, missed) in enumerate(zip(names, numels, missed_by, strict=True))
         if missed
     )
     state = State.WATCH

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from operator import attrgetter
 
 from adaptive_ddp.decision import Decision, State, UnusedParameter
 
@@ -80,9 +81,9 @@ def describe_error(decision: Decision) -> str:
         (
             f'{_what_happened(decision)}, which is an error under on_unused="raise".',
             *_name_lines(decision),
-            "No optimizer has stepped on this step's gradients, on any rank. If these parameters should be trained,"
-            " look for where they drop out of the loss: an output that nothing takes up, a variable that another"
-            " overwrites, a branch that is not run.",
+            "No optimizer has stepped on this step's gradients, on any rank: the weights are those of before the step.",
+            "If these parameters should be trained, look for where they drop out of the loss: an output that nothing"
+            " takes up, a variable that another of the same name overwrites, a branch that is not run.",
             'If not, freeze them (requires_grad=False) or write on_unused="fallback", which trains on with the right'
             " gradients.",
         )
@@ -164,10 +165,10 @@ def _quantity(count: int) -> str:
 
 
 def _name_lines(decision: Decision) -> list[str]:
-    by_ranks = sorted(decision.unused, key=lambda parameter: -parameter.missed_by)
+    by_ranks = sorted(decision.unused, key=lambda parameter: (-parameter.missed_by, parameter.ranks))
     groups = [
-        (_rank_label(missed_by, decision.world_size), list(parameters))
-        for missed_by, parameters in groupby(by_ranks, key=lambda parameter: parameter.missed_by)
+        (_rank_label(missed_by, ranks, decision.world_size), list(parameters))
+        for (missed_by, ranks), parameters in groupby(by_ranks, key=attrgetter("missed_by", "ranks"))
     ]
     width = max(len(label) for label, _ in groups)
     lines: list[tuple[str, int]] = []
@@ -181,8 +182,18 @@ def _name_lines(decision: Decision) -> list[str]:
     return [*(line for line, _ in shown), f"  and {rest} more; strategy.decision.unused has all of them."]
 
 
-def _rank_label(missed_by: int, world_size: int) -> str:
-    return "on every rank:" if missed_by == world_size else f"on {missed_by} of {world_size} ranks:"
+def _rank_label(missed_by: int, ranks: Sequence[int], world_size: int) -> str:
+    if missed_by == world_size:
+        return "on every rank:"
+    if not ranks:
+        return f"on {missed_by} of {world_size} ranks:"
+    return f"on {ranks_by_number(ranks)}:"
+
+
+def ranks_by_number(ranks: Sequence[int]) -> str:
+    """Ranks as a person writes them: ``rank 3``, ``ranks 0..3,7``."""
+    written = braces([str(rank) for rank in ranks])
+    return f"rank {written}" if len(ranks) == 1 else f"ranks {written[1:-1]}"
 
 
 class _Tree(dict[str, "_Tree"]):

@@ -369,6 +369,10 @@ class Run:
                 self.reduction.restore(index, step.unused[index])
         if count.changed:
             self._agree_on_trainable_set(step)
+            if self._reads_at_once and missed_by is not None and self.rewrap_with_flag is not None:
+                # No later step tells of a parameter that is not frozen and was missing in this one only.
+                trainable = (parameter.requires_grad for parameter in self.reduction.parameters)
+                self._decide(step, [m * t for m, t in zip(missed_by, trainable, strict=True)], loss, missing)
         elif self.state in (State.PROBE, State.WATCH) and count.differing and self._undecided is None:
             self._decide(step, missed_by or self._missed_by(step), loss, missing)
         elif probing and not count.waiting:
@@ -386,15 +390,21 @@ class Run:
         obstacles = [Obstacle.SPARSE] if any(self.reduction.expects_sparse) else []
         if uses_power_sgd(self._ddp):
             obstacles.append(Obstacle.POWER_SGD)
+        missing_by_rank: list[frozenset[int]] = []
         if any(missed_by):
             hides = step.hides_parameters or (loss is not None and self._hides_parameters(loss, missing))
             lacks_graph = loss is not None and len(missing) == len(self.reduction.parameters)
-            hidden, without_graph = self._exchange.count([0] * hides + [1] * lacks_graph, 2)
+            sat_out = len(step.unused) == len(self.reduction.parameters)
+            hidden, without_graph, idle = self._exchange.count([0] * hides + [1] * lacks_graph + [2] * sat_out, 3)
             if hidden:
                 obstacles.append(Obstacle.REENTRANT)
             elif without_graph and not self._reads_at_once:
                 self._undecided = step, missed_by
                 return
+            # A rank that sat out missed every parameter, and is no reason.
+            missed_by = [max(0, missed - idle) for missed in missed_by]
+            if self._reads_at_once and any(missed_by):
+                missing_by_rank = self._exchange.gather(frozenset() if sat_out else frozenset(step.unused))
         self._undecided = None
         self._news = decide(
             step=step.number,
@@ -404,6 +414,7 @@ class Run:
             missed_by=missed_by,
             obstacles=obstacles,
             prefers_finish=self._prefers_finish,
+            missing_by_rank=missing_by_rank,
         )
         self.state = self._news.state
         if self.state is State.ON:
