@@ -7,7 +7,7 @@ trainable parameters that keeps changing once. Imports no Lightning.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -39,12 +39,22 @@ _REFUSED = {
 _MANY_REWRAPS = 10
 
 
-def refuse_arguments(class_name: str, arguments: Mapping[str, Any]) -> None:
+def refuse_arguments(class_name: str, arguments: MutableMapping[str, Any]) -> None:
     """Refuse the arguments of ``DDPStrategy`` that choose what the strategy is there to choose.
+
+    Where all of them are there and False, they are taken out instead: LightningCLI passes every argument of
+    ``DistributedDataParallel`` with its default.
+
+    Args:
+        class_name: the strategy's name, for the error.
+        arguments: what goes on to ``DDPStrategy``.
 
     Raises:
         ValueError: naming the argument, why it is refused and what to write instead.
     """
+    if all(arguments.get(name) is False for name in _REFUSED):
+        for name in _REFUSED:
+            del arguments[name]
     for name, reason in _REFUSED.items():
         if name in arguments:
             raise ValueError(f"{class_name}({name}={arguments[name]!r}): {reason}.")
