@@ -142,7 +142,7 @@ def hooks_fired(usage: models.Usage) -> tuple[list[int], list[int], list[int]]:
         mark, fire, count = Reduction.mark_ready, Reduction._fire, Exchange.count
         patch.setattr(Reduction, "mark_ready", counting("early", mark, lambda self, indices: len(indices)))
         patch.setattr(Reduction, "_fire", counting("late", fire, lambda self, indices: len(indices)))
-        patch.setattr(Exchange, "count", counting("maps", count, lambda self, indices, size: size > 2))
+        patch.setattr(Exchange, "count", counting("maps", count, lambda self, indices, size: size > 3))
         make_trainer(strategy, [Steps()]).fit(case.model(), batches_of_this_rank(case))
     return counts["early"], counts["late"], counts["maps"]
 
