@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 from models import WIDTH
 from oracle import OracleStrategy
-from pytorch_lightning import Callback, LightningModule, Trainer, seed_everything
-from pytorch_lightning.strategies import DDPStrategy
+from package import AdaptiveDDPStrategy, Callback, DDPStrategy, LightningModule, Trainer, seed_everything
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from adaptive_ddp import AdaptiveDDPStrategy, Decision, UnusedParametersWarning
+from adaptive_ddp import Decision, UnusedParametersWarning
 
 CONTENDERS: dict[str, Callable[..., DDPStrategy]] = {
     "adaptive": AdaptiveDDPStrategy,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pytorch_lightning import LightningModule
+from package import LightningModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

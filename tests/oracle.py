@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pytorch_lightning.strategies import DDPStrategy
+from package import DDPStrategy
 
 
 class OracleStrategy(DDPStrategy):

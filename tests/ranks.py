@@ -29,8 +29,14 @@ CASE_BOUND_S = 45.0
 # What the other ranks get, once one has failed, to fail too.
 GRACE_S = 2.0
 
+# The package whose Trainer a group trains with, which ``package.py`` goes by, and the variable that says it.
+PACKAGES = ("pytorch_lightning", "lightning")
+TESTED_PACKAGE = "ADAPTIVE_DDP_TESTED_PACKAGE"
+
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "pytorch_lightning", "adaptive_ddp"])
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed", "pytorch_lightning", "lightning.pytorch", "adaptive_ddp"]
+)
 
 
 class RankError(AssertionError):
@@ -38,16 +44,18 @@ class RankError(AssertionError):
 
 
 class RankGroup:
-    """``world_size`` processes in one process group."""
+    """``world_size`` processes in one process group, which train with the given Lightning package."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, package: str = PACKAGES[0]) -> None:
         self.world_size = world_size
         self._store = Path(tempfile.mkdtemp(prefix="ranks-")) / "store"
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
             ours, theirs = _context.Pipe()
-            process = _context.Process(target=_serve, args=(rank, world_size, str(self._store), theirs), daemon=True)
+            process = _context.Process(
+                target=_serve, args=(rank, world_size, package, str(self._store), theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self._connections.append(ours)
@@ -91,15 +99,16 @@ class RankGroup:
 
 
 class Ranks:
-    """One living group per world size, made when first asked for."""
+    """One living group per world size, made when first asked for; all of them train with one Lightning package."""
 
-    def __init__(self) -> None:
+    def __init__(self, package: str = PACKAGES[0]) -> None:
+        self.package = package
         self._groups: dict[int, RankGroup] = {}
 
     def __call__(self, world_size: int) -> RankGroup:
         group = self._groups.get(world_size)
         if group is None or not group.is_alive:
-            group = self._groups[world_size] = RankGroup(world_size)
+            group = self._groups[world_size] = RankGroup(world_size, self.package)
         return group
 
     def kill(self) -> None:
@@ -108,7 +117,9 @@ class Ranks:
                 group.kill()
 
 
-def _serve(rank: int, world_size: int, store: str, connection: Connection) -> None:
+def _serve(rank: int, world_size: int, package: str, store: str, connection: Connection) -> None:
+    # Before any test is imported here.
+    os.environ[TESTED_PACKAGE] = package
     torch.set_num_threads(1)
     os.environ.update(
         GLOO_SOCKET_IFNAME="lo",

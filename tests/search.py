@@ -31,14 +31,13 @@ import torch.distributed as dist
 from differential import Tracer, across_ranks, compare, make_trainer
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from oracle import OracleStrategy
-from pytorch_lightning import LightningModule
-from pytorch_lightning.strategies import DDPStrategy
+from package import AdaptiveDDPStrategy, DDPStrategy, LightningModule
 from ranks import RankError, Ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from adaptive_ddp import AdaptiveDDPStrategy, Decision
+from adaptive_ddp import Decision
 from adaptive_ddp.decision import State
 
 # A case takes a fraction of a second; one that takes this long hangs.

@@ -35,13 +35,12 @@ import torch
 import torch.distributed as dist
 from differential import CONTENDERS
 from models import WIDTH, Branches, LateEverywhere, SomeRanks, Usage
-from pytorch_lightning import Callback, LightningModule, Trainer, seed_everything
-from pytorch_lightning.callbacks import ModelCheckpoint
+from package import AdaptiveDDPStrategy, Callback, LightningModule, ModelCheckpoint, Trainer, seed_everything
 from ranks import Ranks, _context
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from adaptive_ddp import AdaptiveDDPStrategy, strategy
+from adaptive_ddp import strategy
 from adaptive_ddp.reducer import Reduction
 from adaptive_ddp.tally import Exchange
 

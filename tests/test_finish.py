@@ -10,10 +10,9 @@ import pytest
 import test_strategy
 from differential import Case, Outcome, batches_of_this_rank, make_trainer, run_case
 from models import LateEverywhere, OnlyOnce, OwnBranch, OwnLater, SomeRanks
-from pytorch_lightning import Callback
+from package import AdaptiveDDPStrategy, Callback
 from ranks import RankError, Ranks
 
-from adaptive_ddp import AdaptiveDDPStrategy
 from adaptive_ddp.decision import Obstacle, State
 from adaptive_ddp.reducer import Reduction
 from adaptive_ddp.tally import Exchange

@@ -14,12 +14,11 @@ import torch
 import torch.distributed as dist
 from differential import CONTENDERS, Case, across_ranks, batches_of_this_rank, make_trainer, run_case, train
 from models import LateEverywhere, OnlyOnce, SomeRanks
-from pytorch_lightning import Callback, LightningModule, Trainer, seed_everything
-from pytorch_lightning.strategies import DDPStrategy
+from package import AdaptiveDDPStrategy, Callback, DDPStrategy, LightningModule, Trainer, seed_everything
 from ranks import Ranks
 from torch.nn.parallel import DistributedDataParallel
 
-from adaptive_ddp import AdaptiveDDPStrategy, State, UnusedParametersWarning
+from adaptive_ddp import State, UnusedParametersWarning
 
 
 def shared_directory() -> Path:

@@ -19,12 +19,12 @@ import pytest
 import torch.distributed as dist
 from differential import Case, batches_of_this_rank, make_trainer, run_case
 from models import InMicroBatch, LateEverywhere, OnlyOnce, OwnLater, SomeRanks
-from pytorch_lightning import Callback, Trainer
+from package import AdaptiveDDPStrategy, Callback, Trainer
 from ranks import RankError, Ranks
 from test_sit_out import scaled
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from adaptive_ddp import AdaptiveDDPStrategy, graph, reducer, strategy, tally, window
+from adaptive_ddp import graph, reducer, strategy, tally, window
 from adaptive_ddp import run as run_module
 from adaptive_ddp.run import Run
 from adaptive_ddp.strategy import AdaptiveDDPMixin

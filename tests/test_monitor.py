@@ -18,13 +18,21 @@ import torch
 import torch.distributed as dist
 from differential import CONTENDERS, Case, batches_of_this_rank, make_trainer
 from models import WIDTH, InMicroBatch, SomeRanks
-from pytorch_lightning import Callback, LightningModule, Trainer, seed_everything
-from pytorch_lightning.loggers import CSVLogger, Logger
-from pytorch_lightning.strategies import DDPStrategy
+from package import (
+    AdaptiveDDPStrategy,
+    Callback,
+    CSVLogger,
+    DDPStrategy,
+    GradientUsageMonitor,
+    LightningModule,
+    Logger,
+    Trainer,
+    seed_everything,
+)
 from ranks import RankError, RankGroup, Ranks
 from torch import Tensor, nn
 
-from adaptive_ddp import AdaptiveDDPStrategy, GradientUsageMonitor, picture
+from adaptive_ddp import picture
 from adaptive_ddp.picture import LEGEND, UsageHistory, describe_finding, draw, fold
 from adaptive_ddp.usage_table import Record, read_names, read_table
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
+from ranks import RankGroup, Ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -63,6 +63,23 @@ except ImportError as error:
 """
     )
     assert "adaptive-ddp[lightning]" in out
+
+
+def trained_with() -> tuple[str, str]:
+    import package
+
+    return package.Trainer.__module__, package.AdaptiveDDPStrategy.__mro__[2].__module__
+
+
+@pytest.mark.parametrize(
+    ("name", "module"), [("pytorch_lightning", "pytorch_lightning"), ("lightning", "lightning.pytorch")]
+)
+def test_a_group_of_ranks_trains_with_the_package_it_was_told(name: str, module: str) -> None:
+    group = RankGroup(1, name)
+    try:
+        assert group.run(trained_with) == [(f"{module}.trainer.trainer", f"{module}.strategies.ddp")]
+    finally:
+        group.kill()
 
 
 def train(fallback: str | None, unused_from: int, ranks: tuple[int, ...]) -> tuple[list[Tensor], Decision | None]:

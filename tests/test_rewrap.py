@@ -16,12 +16,10 @@ import torch
 import torch.distributed as dist
 from differential import CONTENDERS, Case, batches_of_this_rank, make_trainer, run_case
 from models import LateEverywhere, SomeRanks
-from pytorch_lightning import Callback, LightningModule, Trainer, seed_everything
+from package import AdaptiveDDPStrategy, Callback, LightningModule, Trainer, seed_everything
 from ranks import Ranks
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
-
-from adaptive_ddp import AdaptiveDDPStrategy
 
 USAGES = [models.never_last, LateEverywhere(3), SomeRanks(0, 1), SomeRanks(3, 0)]
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from differential import Case, Outcome, batches_of_this_rank, make_trainer, run_case
 from models import LateEverywhere, SomeRanks
-from pytorch_lightning.plugins.precision import MixedPrecision
+from package import AdaptiveDDPStrategy, MixedPrecision
 from ranks import Ranks
 
-from adaptive_ddp import AdaptiveDDPStrategy, State
+from adaptive_ddp import State
 from adaptive_ddp.report import describe_sit_out
 
 

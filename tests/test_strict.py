@@ -18,12 +18,10 @@ import pytest
 import torch
 from differential import CONTENDERS, Case, Tracer, across_ranks, batches_of_this_rank, make_trainer, run_case, train
 from models import InMicroBatch, LateEverywhere, OnlyOnce, SomeRanks
-from pytorch_lightning import seed_everything
-from pytorch_lightning.cli import LightningCLI
-from pytorch_lightning.demos.boring_classes import BoringModel
+from package import AdaptiveDDPStrategy, BoringModel, LightningCLI, seed_everything
 from ranks import Ranks
 
-from adaptive_ddp import AdaptiveDDPStrategy, UnusedParametersError
+from adaptive_ddp import UnusedParametersError
 from adaptive_ddp.decision import State, decide
 
 RAISE = {"on_unused": "raise"}

@@ -12,11 +12,8 @@ import torch
 import torch.distributed as dist
 from differential import CONTENDERS, Case, Outcome, batches_of_this_rank, make_trainer, run_case
 from models import Freezes, LateEverywhere, SomeRanks
-from pytorch_lightning import seed_everything
-from pytorch_lightning.callbacks import BackboneFinetuning
+from package import AdaptiveDDPStrategy, BackboneFinetuning, seed_everything
 from ranks import RankError, Ranks
-
-from adaptive_ddp import AdaptiveDDPStrategy
 
 
 def run(ranks: Ranks, case: Case) -> list[Outcome]:
