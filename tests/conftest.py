@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 from ranks import PACKAGES, Ranks
 
-# What trains without a Trainer, or says itself which package it is about.
-OF_NO_PACKAGE = {"test_benchmarks", "test_fabric", "test_faults", "test_packages", "test_reducer", "test_tally"}
+# What trains without Lightning, or says itself which package it is about.
+OF_NO_PACKAGE = {"test_benchmarks", "test_faults", "test_packages", "test_reducer", "test_tally"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -11,17 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from differential import Case, Trace, _copy, across_ranks, batches_of_this_rank, compare
-from lightning_fabric import Fabric, seed_everything
-from lightning_fabric.strategies import DDPStrategy
+from package import Fabric, FabricAdaptiveDDPStrategy, FabricDDPStrategy, seed_everything
 from torch import Tensor, nn
 
 from adaptive_ddp import Decision, UnusedParametersWarning
-from adaptive_ddp.fabric import AdaptiveDDPStrategy
 
-CONTENDERS: dict[str, Callable[..., DDPStrategy]] = {
-    "adaptive": AdaptiveDDPStrategy,
-    "flag": lambda **kwargs: DDPStrategy(find_unused_parameters=True, **kwargs),
-    "plain": DDPStrategy,
+CONTENDERS: dict[str, Callable[..., FabricDDPStrategy]] = {
+    "adaptive": FabricAdaptiveDDPStrategy,
+    "flag": lambda **kwargs: FabricDDPStrategy(find_unused_parameters=True, **kwargs),
+    "plain": FabricDDPStrategy,
 }
 
 
@@ -168,7 +166,8 @@ def train(case: FabricCase, contender: str) -> tuple[Trace, Any, list[warnings.W
     trace = Trace()
     rig: Any = OracleRig()
     if contender != "oracle":
-        rig = FabricRig(contender, case.fabric(), **case.strategy)
+        ours = case.ours if contender == "adaptive" else {}
+        rig = FabricRig(contender, case.fabric(), **case.strategy, **ours)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         (case.loop or simple_loop)(rig, case, trace)

@@ -13,6 +13,9 @@ from ranks import PACKAGES, TESTED_PACKAGE
 NAME = os.environ.get(TESTED_PACKAGE, PACKAGES[0])
 
 if NAME == "lightning":
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrecision
+    from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
     from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
     from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
     from lightning.pytorch.cli import LightningCLI
@@ -22,7 +25,11 @@ if NAME == "lightning":
     from lightning.pytorch.strategies import DDPStrategy
 
     from adaptive_ddp.lightning import AdaptiveDDPStrategy, GradientUsageMonitor
+    from adaptive_ddp.lightning.fabric import AdaptiveDDPStrategy as FabricAdaptiveDDPStrategy
 else:
+    from lightning_fabric import Fabric
+    from lightning_fabric.plugins.precision import MixedPrecision as FabricMixedPrecision
+    from lightning_fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
     from pytorch_lightning import Callback, LightningModule, Trainer, seed_everything
     from pytorch_lightning.callbacks import BackboneFinetuning, ModelCheckpoint
     from pytorch_lightning.cli import LightningCLI
@@ -32,6 +39,7 @@ else:
     from pytorch_lightning.strategies import DDPStrategy
 
     from adaptive_ddp import AdaptiveDDPStrategy, GradientUsageMonitor
+    from adaptive_ddp.fabric import AdaptiveDDPStrategy as FabricAdaptiveDDPStrategy
 
 __all__ = [
     "NAME",
@@ -41,6 +49,10 @@ __all__ = [
     "CSVLogger",
     "Callback",
     "DDPStrategy",
+    "Fabric",
+    "FabricAdaptiveDDPStrategy",
+    "FabricDDPStrategy",
+    "FabricMixedPrecision",
     "GradientUsageMonitor",
     "LightningCLI",
     "LightningModule",

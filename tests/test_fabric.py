@@ -10,6 +10,7 @@ import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,17 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
+from differential import batches_of_this_rank
 from fabric_rig import CONTENDERS, FabricCase, FabricOutcome, make_fabric, run_case
-from lightning_fabric import Fabric
-from lightning_fabric.plugins.precision import MixedPrecision
 from lightning_fabric.strategies import STRATEGY_REGISTRY
-from lightning_fabric.strategies.ddp import DDPStrategy
 from models import WIDTH, InMicroBatch, LateEverywhere, OnlyOnce, SomeRanks
+from package import Fabric, FabricDDPStrategy, FabricMixedPrecision
 from ranks import Ranks
 from torch import nn
 from torch.amp import GradScaler
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
+from adaptive_ddp import UnusedParametersError
 from adaptive_ddp.decision import Decision, Obstacle, State
 
 
@@ -100,6 +101,41 @@ def test_the_flag_is_on_when_the_optimizer_steps(ranks: Ranks) -> None:
     assert some[0].decisions[0].step == 3
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_finish_as_the_fallback_leaves_the_flag_off(ranks: Ranks, accumulate: int) -> None:
+    finish = {"ours": {"fallback": "finish"}, "batches": 8, "accumulate": accumulate}
+    for outcomes in run(ranks, 2, *(branches(usage, **finish) for usage in FOUR_USAGES)):
+        for outcome in outcomes:
+            assert outcome.decisions[0].state is State.FINISH
+            assert not any(outcome.flags)
+
+
+def raising_loop(first: int, missing_ranks: tuple[int, ...]) -> tuple[str, list[tuple[int, ...]], bool]:
+    """What the error says, by which ranks the parameters were missed, and whether the weights are the step's before."""
+    fabric = make_fabric(CONTENDERS["adaptive"](on_unused="raise"))
+    module = models.Branches(SomeRanks(first, *missing_ranks))
+    model, optimizer = fabric.setup(module, module.configure_optimizers())
+    model.mark_forward_method("training_step")
+    for index, batch in enumerate(batches_of_this_rank(FabricCase(models.Branches))):
+        before = [parameter.clone() for parameter in module.parameters()]
+        try:
+            fabric.backward(model.training_step(batch, index))
+        except UnusedParametersError as error:
+            missed_by = [parameter.ranks for parameter in error.decision.unused]
+            return f"step {error.decision.step}", missed_by, all(map(torch.equal, before, module.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return "no error", [], False
+
+
+@pytest.mark.parametrize("missing_ranks", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("first", [0, 3])
+def test_it_raises_on_all_ranks_in_the_same_step(ranks: Ranks, first: int, missing_ranks: tuple[int, ...]) -> None:
+    said = ranks(2).run(raising_loop, first, missing_ranks)
+    assert said == [(f"step {first + 1}", [missing_ranks] * len(said[0][1]), True)] * 2
+    assert said[0][1]
+
+
 def test_a_miss_in_the_last_step_is_served_and_not_reported(ranks: Ranks) -> None:
     # No hook of Fabric's says that a loop is over.
     for outcome in run(ranks, 2, branches(OnlyOnce(4, 1)))[0]:
@@ -117,7 +153,7 @@ def test_accumulation(ranks: Ranks) -> None:
 
 
 def scaled() -> dict[str, Any]:
-    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=GradScaler("cpu", init_scale=8.0))]}
+    return {"plugins": [FabricMixedPrecision("16-mixed", "cpu", scaler=GradScaler("cpu", init_scale=8.0))]}
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -483,13 +519,9 @@ def test_a_model_that_is_let_go_of_goes(ranks: Ranks) -> None:
 
 def under_a_package(package: str) -> tuple[str, list[torch.Tensor]]:
     torch.manual_seed(0)
-    fabric_class: Any = Fabric
-    strategy: Any = CONTENDERS["adaptive"]
-    if package == "lightning.fabric":
-        from lightning.fabric import Fabric as fabric_class
-
-        from adaptive_ddp.lightning.fabric import AdaptiveDDPStrategy as strategy
-    fabric = fabric_class(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy())
+    ours = "adaptive_ddp.lightning.fabric" if package == "lightning.fabric" else "adaptive_ddp.fabric"
+    strategy: Any = import_module(ours).AdaptiveDDPStrategy
+    fabric = import_module(package).Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy())
     fabric.launch()
     module = loops.Pieces()
     model, optimizer = fabric.setup(module, loops.sgd(module))
@@ -558,9 +590,11 @@ def test_what_the_strategy_decides_itself_is_refused(argument: str) -> None:
 
 
 def test_it_takes_ddps_arguments() -> None:
-    parameters = [name for name in inspect.signature(DDPStrategy.__init__).parameters if name not in ("self", "kwargs")]
+    parameters = [
+        name for name in inspect.signature(FabricDDPStrategy.__init__).parameters if name not in ("self", "kwargs")
+    ]
     strategy = CONTENDERS["adaptive"](**dict.fromkeys(parameters), bucket_cap_mb=3)
-    assert isinstance(strategy, DDPStrategy)
+    assert isinstance(strategy, FabricDDPStrategy)
     assert strategy._ddp_kwargs == {"bucket_cap_mb": 3}
     assert strategy.decision is None
     assert strategy.decisions == ()
