@@ -8,7 +8,7 @@ Promise: every bar and mark is an event of a run, with the time at which it bega
 processes share. Nothing is moved or made longer, but for a least width of bars; where the axis is cut, it shows it.
 
 Limits: the figures show one run each, on loopback, of a model whose layers are wide so that each phase takes
-milliseconds. They show the order of events, and are no benchmark.
+milliseconds, the less disturbed of two. They show the order of events, and are no benchmark.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from html import escape
 from multiprocessing.connection import Connection, wait
@@ -44,6 +44,8 @@ SMALL_WIDTH, SMALL_BATCH, SMALL_LAYERS = 32, 16, 150
 CLEAN_STEPS = 3
 GROUP_TIMEOUT_S = 3.0
 BOUND_S = 40.0
+# Of each scene; the one is kept that other programs disturbed less.
+RUNS = 2
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,16 @@ class Scene:
         key: its name in the file.
         strategy: the strategy.
         skips: the ranks on which the recorded step leaves a layer out.
-        small: the model is one of many small layers, and the recorded step is the one of median length.
+        trouble: what else is particular about the recorded step: ``"reentrant"`` (all blocks run in reentrant
+            checkpoints), ``"sparse"`` (an embedding with sparse gradients goes unused), ``"no path"`` (rank 1 returns a
+            loss that reaches no parameter), ``"none"`` (rank 1 returns None).
+        small: the model is one of many small layers, and the recorded step is the shortest of all.
     """
 
     key: str
     strategy: str
     skips: tuple[int, ...] = ()
+    trouble: str = ""
     small: bool = False
 
 
@@ -71,6 +77,11 @@ SCENES = (
     Scene("cost-ddp", "ddp", small=True),
     Scene("cost-flag", "ddp_find_unused_parameters_true", small=True),
     Scene("cost-adaptive", "ddp_adaptive", small=True),
+    *(
+        Scene(f"{trouble}-{short}", strategy, skips=(0, 1) if trouble == "reentrant" else (), trouble=trouble)
+        for trouble in ("reentrant", "sparse", "no path", "none")
+        for short, strategy in (("flag", "ddp_find_unused_parameters_true"), ("adaptive", "ddp_adaptive"))
+    ),
 )
 
 
@@ -115,11 +126,12 @@ def run_rank(scene: Scene, rank: int, store: str, parent: Connection) -> None:
     parent.recv()
 
 
-def _train(scene: Scene, rank: int, store: str) -> dict[str, Any]:  # noqa: PLR0915
+def _train(scene: Scene, rank: int, store: str) -> dict[str, Any]:
     import pytorch_lightning as pl
     import torch
     import torch.distributed as dist
     from torch import Tensor, nn
+    from torch.utils.checkpoint import checkpoint
 
     import adaptive_ddp.reducer
     import adaptive_ddp.tally
@@ -140,20 +152,36 @@ def _train(scene: Scene, rank: int, store: str) -> dict[str, Any]:  # noqa: PLR0
             clock.add("optimizer", start)
             return loss
 
+    def run_block(layer: nn.Module, x: Tensor) -> Tensor:
+        return torch.relu(x + layer(x)) * 0.5
+
     class Model(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             width, layers = (SMALL_WIDTH, SMALL_LAYERS) if scene.small else (WIDTH, LAYERS)
             self.layers = nn.ModuleList(nn.Linear(width, width, bias=scene.small) for _ in range(layers))
+            if scene.trouble == "sparse":
+                self.embedding = nn.Embedding(64, width, sparse=True)
 
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
             start = time.perf_counter()
+            troubled = batch_idx >= CLEAN_STEPS
             x = batch
+            if scene.trouble == "sparse" and not troubled:
+                x = x + self.embedding(torch.arange(64)).mean(dim=0)
             for number, layer in enumerate(self.layers):
-                if not (batch_idx >= CLEAN_STEPS and rank in scene.skips and number == SKIPPED):
-                    x = torch.relu(x + layer(x)) * 0.5
+                if troubled and rank in scene.skips and number == SKIPPED:
+                    continue
+                if troubled and scene.trouble == "reentrant" and number > 0:
+                    x = checkpoint(run_block, layer, x, use_reentrant=True)
+                else:
+                    x = run_block(layer, x)
             loss = x.square().mean()
             clock.add("forward", start)
+            if troubled and rank == 1 and scene.trouble == "no path":
+                return torch.zeros((), requires_grad=True)
+            if troubled and rank == 1 and scene.trouble == "none":
+                return None
             return loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -173,8 +201,7 @@ def _train(scene: Scene, rank: int, store: str) -> dict[str, Any]:  # noqa: PLR0
                 def done(future: Any) -> Tensor:
                     clock.add("bucket", start)
                     # Raises what the reduction failed with.
-                    future.value()
-                    return buffer
+                    return future.value()[0]
 
                 return dist.all_reduce(buffer, async_op=True).get_future().then(done)
 
@@ -224,8 +251,10 @@ def _train(scene: Scene, rank: int, store: str) -> dict[str, Any]:  # noqa: PLR0
     if not scene.small:
         # Each layer is a bucket of its own.
         options = {"bucket_cap_mb": WIDTH * WIDTH * 4 / 2**20}
-        kind = pl.strategies.DDPStrategy if strategy == "ddp" else adaptive_ddp.AdaptiveDDPStrategy
-        strategy = kind(**options)
+        if strategy == "ddp_adaptive":
+            strategy = adaptive_ddp.AdaptiveDDPStrategy(**options)
+        else:
+            strategy = pl.strategies.DDPStrategy(**options, find_unused_parameters=strategy != "ddp")
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=RANKS,
@@ -270,19 +299,30 @@ def measure_scene(scene: Scene) -> dict[str, Any]:
             raise RuntimeError(f"{scene.key}, rank {rank}: {answers.get(rank, 'no answer in time')}")
         if len(_starts(answers[rank]["events"])) <= CLEAN_STEPS:
             raise RuntimeError(f"{scene.key}, rank {rank}, ended early: {answers[rank]['errors']}")
-    first = _median_step(answers[0]["events"]) if scene.small else CLEAN_STEPS
-    steps = 1 if scene.small else 2
+    first = _shortest_step(answers) if scene.small else CLEAN_STEPS
+    steps = 1 if scene.small or scene.trouble else 2
     return {"strategy": scene.strategy, "ranks": [_cut(answers[rank], first, steps, answers) for rank in range(RANKS)]}
 
 
+def _moments(events: list[tuple[str, float, float]], wanted: str) -> list[float]:
+    return [start for kind, start, _ in events if kind == wanted]
+
+
 def _starts(events: list[tuple[str, float, float]]) -> list[float]:
-    return [start for kind, start, _ in events if kind == "step"]
+    return _moments(events, "step")
 
 
-def _median_step(events: list[tuple[str, float, float]]) -> int:
-    begins, ends = _starts(events), [start for kind, start, _ in events if kind == "step done"]
-    lengths = sorted((end - begin, number) for number, (begin, end) in enumerate(zip(begins, ends, strict=True)))
-    return lengths[len(lengths) // 2][1]
+def _shortest_step(answers: dict[int, Any]) -> int:
+    """The step for which the slowest rank took the least time, from when the first one began it."""
+    begins = zip(*(_starts(answer["events"]) for answer in answers.values()), strict=True)
+    ends = zip(*(_moments(answer["events"], "step done") for answer in answers.values()), strict=True)
+    lengths = [max(end) - min(begin) for begin, end in zip(begins, ends, strict=True)]
+    return lengths.index(min(lengths))
+
+
+def _undisturbed(scene: dict[str, Any]) -> float:
+    """Whether other programs kept the ranks from computing shows in how long the forwards took."""
+    return sum(end - start for rank in scene["ranks"] for kind, start, end in rank["events"] if kind == "forward")
 
 
 def _cut(answer: dict[str, Any], first: int, steps: int, answers: dict[int, Any]) -> dict[str, Any]:
@@ -294,7 +334,7 @@ def _cut(answer: dict[str, Any], first: int, steps: int, answers: dict[int, Any]
     events = [
         [kind, round((start - origin) * 1e3, 3), round((stop - origin) * 1e3, 3)]
         for kind, start, stop in answer["events"]
-        if begin <= start < end and kind not in ("step done",)
+        if begin <= start <= end and kind not in ("step done",)
     ]
     common = min(len(other["weights"]) for other in answers.values())
     equal = [len({other["weights"][number] for other in answers.values()}) == 1 for number in range(common)]
@@ -309,17 +349,286 @@ def measure() -> None:
     measured: dict[str, Any] = {
         "how": f"torch {torch.__version__.split('+')[0]}, pytorch-lightning {pl.__version__}, two Gloo ranks on"
         f" loopback, one thread each, {platform.machine()}; process-group timeout {GROUP_TIMEOUT_S:g} s",
-        "scenes": {scene.key: measure_scene(scene) for scene in SCENES},
+        "scenes": {scene.key: min((measure_scene(scene) for _ in range(RUNS)), key=_undisturbed) for scene in SCENES},
     }
     MEASURED.write_text(json.dumps(measured, indent=1).replace("\n    ", "") + "\n")
+
+
+# -- draw -------------------------------------------------------------------------------------------------------------
+
+# Narrow, so that the text is legible on a phone.
+PICTURE_WIDTH, LEFT, RIGHT = 420, 46, 12
+BAR, NETWORK_ROWS, NETWORK_BAR, LANE_GAP = 18, 3, 4, 12
+LANE = BAR + 2 + NETWORK_ROWS * (NETWORK_BAR + 1)
+# A wait longer than this is cut out of the axis.
+CUT_FROM_MS, CUT_TO_SHARE = 1000.0, 0.12
+LEAST_WIDTH = 1.6
+
+# Each with what it is called under the picture, on light and on dark.
+KINDS = {
+    "forward": ("forward", "#7d8da3", "#8a9ab0"),
+    "walk": ("graph walk", "#c2185b", "#f06292"),
+    "backward": ("backward", "#2f6fde", "#5b93f5"),
+    "bucket": ("all-reduce of a bucket", "#128c7e", "#2bbfae"),
+    "finish": ("finish", "#e07b00", "#ff9d2e"),
+    "agree": ("tally, usage map", "#7b3fc4", "#ab7df0"),
+    "rewrap": ("rewrap", "#c2185b", "#f06292"),
+    "optimizer": ("optimizer step", "#8a7a00", "#d4c02a"),
+    "wait": ("waits for the other rank", "#d32f2f", "#ff6b6b"),
+}
+NAMED_ON_THE_BAR = ("forward", "backward", "finish")
+
+Event = tuple[str, float, float]
+
+
+class Axis:
+    """From milliseconds to places in the picture, with a long wait cut out.
+
+    Args:
+        moments: when something happens; the longest time between two of them is cut, if it is long.
+        shown_ms: the milliseconds that are to fit next to a cut, so that panels have one scale.
+    """
+
+    def __init__(self, moments: list[float], shown_ms: float) -> None:
+        ordered = sorted(moments)
+        gaps = [(later - earlier, earlier) for earlier, later in zip(ordered, ordered[1:], strict=False)]
+        longest, begins = max(gaps)
+        self.cut = (begins, begins + longest) if longest > CUT_FROM_MS else None
+        self._cut_to = CUT_TO_SHARE * shown_ms if self.cut else 0.0
+        self._scale = (PICTURE_WIDTH - LEFT - RIGHT) / (shown_ms + self._cut_to)
+
+    def __call__(self, moment: float) -> float:
+        """The place of a moment."""
+        if self.cut is None or moment <= self.cut[0]:
+            return LEFT + moment * self._scale
+        begin, end = self.cut
+        if moment < end:
+            return LEFT + (begin + self._cut_to * (moment - begin) / (end - begin)) * self._scale
+        return LEFT + (begin + self._cut_to + moment - end) * self._scale
+
+
+def _shown_ms(ranks: list[dict[str, Any]]) -> float:
+    moments = sorted(_all_moments(ranks))
+    gaps = (later - earlier for earlier, later in zip(moments, moments[1:], strict=False))
+    return moments[-1] - sum(gap for gap in gaps if gap > CUT_FROM_MS)
+
+
+def _all_moments(ranks: list[dict[str, Any]]) -> list[float]:
+    return [moment for rank in ranks for _, start, end in rank["events"] for moment in (start, end)]
+
+
+def _parts(events: list[Event]) -> list[Event]:
+    """The bars of a rank: what it did, and where it waited for longer than anything takes."""
+    parts: list[Event] = []
+    reached = 0.0
+    buckets = [event for event in events if event[0] == "bucket"]
+    for kind, start, end in events:
+        if kind in ("bucket", "tally"):
+            continue
+        if start - reached > CUT_FROM_MS:
+            parts.append(("wait", reached, start))
+        if kind == "backward" and end - start > CUT_FROM_MS:
+            # It has nothing left to compute once its last bucket is on its way.
+            alone = max(launch for _, launch, _ in buckets)
+            parts += [("backward", start, alone), ("wait", alone, end)]
+        elif kind == "backward" or kind in KINDS:
+            parts.append((kind, start, end))
+        reached = max(reached, end)
+    return parts
+
+
+def _bar(kind: str, x: float, y: float, width: float, height: float) -> str:
+    return (
+        f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{max(width, LEAST_WIDTH):.1f}" height="{height}" rx="1"/>'
+    )
+
+
+def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _lane(number: int, events: list[Event], axis: Axis, y: float) -> list[str]:
+    drawn = [_text(0, y + BAR - 5, f"rank {number}")]
+    for kind, start, end in _parts(events):
+        x, width = axis(start), axis(end) - axis(start)
+        drawn.append(_bar(kind, x, y, width, BAR))
+        label = KINDS[kind][0] if kind in NAMED_ON_THE_BAR else "waits" if kind == "wait" else ""
+        if label and width > 6.2 * len(label):
+            drawn.append(_text(x + width / 2, y + BAR - 5, label, "on-bar", "middle"))
+    free = [0.0] * NETWORK_ROWS
+    for kind, start, end in events:
+        if kind == "bucket":
+            row = free.index(min(free))
+            free[row] = end
+            top = y + BAR + 2 + row * (NETWORK_BAR + 1)
+            failed = end - start > CUT_FROM_MS
+            drawn.append(_bar("wait" if failed else "bucket", axis(start), top, axis(end) - axis(start), NETWORK_BAR))
+        elif kind == "error":
+            x, middle = min(axis(start) + 3, PICTURE_WIDTH - 7), y + BAR / 2
+            drawn.append(f'<path class="cross" d="M{x - 5:.1f} {middle - 5}l10 10m0 -10l-10 10"/>')
+    return drawn
+
+
+def _ticks(axis: Axis, end: float, y: float) -> list[str]:
+    step = next(step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500) if axis(step) - LEFT > 40)
+    drawn, last = [], 0.0
+    for moment in range(0, int(end) + 1, step):
+        x = axis(moment)
+        if (axis.cut and axis.cut[0] < moment < axis.cut[1]) or (moment and x - last < 38) or x > PICTURE_WIDTH - 14:
+            continue
+        last = x
+        drawn.append(f'<path class="tick" d="M{x:.1f} {y}v4"/>')
+        drawn.append(_text(x, y + 14, f"{moment} ms" if not moment else f"{moment:,}", "small", "middle"))
+    return drawn
+
+
+def panel(
+    title: str, outcome: str, good: bool, ranks: list[dict[str, Any]], shown_ms: float, y: float
+) -> tuple[str, float]:
+    """One strategy: a lane a rank and an axis.
+
+    Returns:
+        What is drawn, and where the next panel may begin.
+    """
+    moments = _all_moments(ranks)
+    axis = Axis(moments, shown_ms)
+    drawn = [_text(0, y + 12, title, "title"), _text(0, y + 27, outcome, "good" if good else "bad")]
+    top = y = y + 36
+    for number, rank in enumerate(ranks):
+        drawn += _lane(number, rank["events"], axis, y)
+        y += LANE + LANE_GAP
+    drawn.append(f'<path class="axis" d="M{LEFT} {y - 4}H{PICTURE_WIDTH - 2}"/>')
+    drawn += _ticks(axis, max(moments), y - 4)
+    if axis.cut:
+        x = (axis(axis.cut[0]) + axis(axis.cut[1])) / 2
+        drawn.append(f'<path class="gap" d="M{x - 3:.1f} {top - 3}l6 12l-6 12V{y - 4}h6V{top + 21}l6 -12l-6 -12z"/>')
+        drawn.append(_text(x + 2, y + 10, f"{(axis.cut[1] - axis.cut[0]) / 1000:.1f} s cut", "small", "middle"))
+    return "\n".join(drawn), y + 30
+
+
+def _legend(kinds: list[str], y: float) -> tuple[str, float]:
+    drawn, x = [], 0.0
+    for kind in kinds:
+        width = 18 + 5.7 * len(KINDS[kind][0])
+        if x + width > PICTURE_WIDTH:
+            x, y = 0.0, y + 16
+        drawn += [_bar(kind, x, y, 10, 10), _text(x + 14, y + 9, KINDS[kind][0], "small")]
+        x += width + 8
+    return "\n".join(drawn), y + 20
+
+
+def picture(panels: list[tuple[str, str, bool, list[dict[str, Any]]]], description: str) -> str:
+    """Panels on one scale, one below the other, and what the colours mean."""
+    shown_ms = 1.03 * max(_shown_ms(ranks) for _, _, _, ranks in panels)
+    body, y = [], 0.0
+    for title, outcome, good, ranks in panels:
+        drawn, y = panel(title, outcome, good, ranks, shown_ms, y)
+        body.append(drawn)
+    seen = {kind for *_, ranks in panels for rank in ranks for kind, _, _ in (*_parts(rank["events"]), *rank["events"])}
+    drawn, y = _legend([kind for kind in KINDS if kind in seen], y)
+    body.append(drawn)
+    light = "".join(f".{kind}{{fill:{colour}}}" for kind, (_, colour, _) in KINDS.items())
+    dark = "".join(f".{kind}{{fill:{colour}}}" for kind, (_, _, colour) in KINDS.items())
+    style = (
+        "text{font:11px system-ui,sans-serif;fill:#222}.small{font-size:10px;fill:#555}.title{font:600 12px ui-monospace,"
+        "monospace}.card{fill:#fff;stroke:#ddd}.on-bar{fill:#fff;font-size:10px}.good{fill:#1b7a34}.bad{fill:#c62828}"
+        ".axis,.tick{stroke:#888;fill:none}.cross{stroke:#c62828;stroke-width:3;fill:none}.gap{fill:#fff}" + light
+    )
+    style += (
+        "@media(prefers-color-scheme:dark){text{fill:#e6e6e6}.small{fill:#b5b5b5}.card,.gap{fill:#1e2129}"
+        ".card{stroke:#3a3f4b}.on-bar{fill:#10131a}.good{fill:#6fd38a}.bad{fill:#ff8a80}.cross{stroke:#ff6b6b}"
+        + dark
+        + "}"
+    )
+    margin = 12
+    width, height = PICTURE_WIDTH + 2 * margin, y + 2 * margin
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:.0f}" role="img">\n'
+        f"<title>{escape(description)}</title>\n<style>{style}</style>\n"
+        f'<rect class="card" x=".5" y=".5" width="{width - 1}" height="{height - 1:.0f}" rx="6"/>\n'
+        f'<g transform="translate({margin} {margin})">\n' + "\n".join(body) + "\n</g>\n</svg>\n"
+    )
+
+
+def _duration(ranks: list[dict[str, Any]]) -> float:
+    return max(end for rank in ranks for kind, _, end in rank["events"] if kind == "optimizer")
+
+
+def pictures(scenes: dict[str, Any]) -> dict[str, str]:
+    """Each picture by the name of its file, from what was measured."""
+    ranks = {key: scene["ranks"] for key, scene in scenes.items()}
+    both = "every rank leaves a layer out"
+    one = "rank 1 leaves a layer out"
+    flag = "ddp_find_unused_parameters_true"
+    fails = []
+    for trouble, name in (
+        ("reentrant", "reentrant checkpoint, a layer unused"),
+        ("sparse", "embedding with sparse gradients, unused"),
+        ("no path", "rank 1: a loss that reaches no parameter"),
+        ("none", "rank 1: training_step returns None"),
+    ):
+        waits = any(kind == "wait" for rank in ranks[f"{trouble}-flag"] for kind, *_ in _parts(rank["events"]))
+        ends = "rank 0 waits until the time-out" if waits else "error in the backward"
+        fails.append((f"the flag: {name}", ends, False, ranks[f"{trouble}-flag"]))
+        fails.append(("ddp_adaptive: the same", "finished in place, equal weights", True, ranks[f"{trouble}-adaptive"]))
+    return {
+        "timeline_diverge.svg": picture(
+            [
+                (
+                    f"ddp: {both}",
+                    "3 of 6 buckets all-reduced; weights differ; error one step late",
+                    False,
+                    ranks["diverge-ddp"],
+                ),
+                (
+                    f"ddp_adaptive: {both}",
+                    "finished in the same step, equal weights; the flag goes on",
+                    True,
+                    ranks["diverge-adaptive"],
+                ),
+            ],
+            "Timeline of two ranks that leave a layer out, under ddp and under ddp_adaptive",
+        ),
+        "timeline_hang.svg": picture(
+            [
+                (f"ddp: {one}", "both ranks wait until the time-out of 3 s, then fail", False, ranks["hang-ddp"]),
+                (
+                    f"ddp_adaptive: {one}",
+                    "rank 1 finishes; nobody waits; the flag goes on one step later",
+                    True,
+                    ranks["hang-adaptive"],
+                ),
+            ],
+            "Timeline of two ranks of which one leaves a layer out, under ddp and under ddp_adaptive",
+        ),
+        "timeline_cost.svg": picture(
+            [
+                (name, f"{_duration(ranks[key]):.1f} ms", good, ranks[key])
+                for key, name, good in (
+                    ("cost-ddp", "ddp, everything is used", True),
+                    ("cost-flag", f"{flag}", False),
+                    ("cost-adaptive", "ddp_adaptive", True),
+                )
+            ],
+            "Timeline of a step in which everything is used, under ddp, with the flag, and under ddp_adaptive",
+        ),
+        "timeline_flag_fails.svg": picture(
+            fails, "Timelines of four cases in which the flag fails, with the flag and under ddp_adaptive"
+        ),
+    }
+
+
+def draw() -> None:
+    """Draw what is in the file."""
+    for name, svg in pictures(json.loads(MEASURED.read_text())["scenes"]).items():
+        (IMAGES / name).write_text(svg)
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("what", choices=("measure", "draw"))
-    if parser.parse_args().what == "measure":
-        measure()
+    {"measure": measure, "draw": draw}[parser.parse_args().what]()
 
 
 if __name__ == "__main__":
