@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import multiprocessing as mp
 import os
@@ -39,7 +40,7 @@ IMAGES = SCRIPTS.parent / "images"
 
 RANKS = 2
 WIDTH, BATCH, LAYERS, SKIPPED = 1024, 256, 6, 2
-SMALL_WIDTH, SMALL_BATCH, SMALL_LAYERS = 32, 16, 150
+SMALL_WIDTH, SMALL_BATCH, SMALL_LAYERS, SMALL_STEPS = 32, 16, 150, 400
 # Before the step that is recorded: DDP rebuilds its buckets after the first one.
 CLEAN_STEPS = 3
 GROUP_TIMEOUT_S = 3.0
@@ -245,7 +246,7 @@ def _train(scene: Scene, rank: int, store: str) -> dict[str, Any]:
     model = Model()
     torch.manual_seed(2 + rank)
     shape = (SMALL_BATCH, SMALL_WIDTH) if scene.small else (BATCH, WIDTH)
-    steps = 80 if scene.small else CLEAN_STEPS + 2
+    steps = SMALL_STEPS if scene.small else CLEAN_STEPS + 2
     off: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     strategy = scene.strategy
     if not scene.small:
@@ -341,28 +342,34 @@ def _cut(answer: dict[str, Any], first: int, steps: int, answers: dict[int, Any]
     return {"events": sorted(events, key=lambda event: event[1]), "errors": answer["errors"], "equal": equal[first:]}
 
 
-def measure() -> None:
-    """Run all scenes and write the file."""
+def measure(keys: list[str]) -> None:
+    """Run the scenes, or those of these names, and write the file; what it holds of the others stays."""
     import pytorch_lightning as pl
     import torch
 
-    measured: dict[str, Any] = {
-        "how": f"torch {torch.__version__.split('+')[0]}, pytorch-lightning {pl.__version__}, two Gloo ranks on"
-        f" loopback, one thread each, {platform.machine()}; process-group timeout {GROUP_TIMEOUT_S:g} s",
-        "scenes": {scene.key: min((measure_scene(scene) for _ in range(RUNS)), key=_undisturbed) for scene in SCENES},
-    }
-    MEASURED.write_text(json.dumps(measured, indent=1).replace("\n    ", "") + "\n")
+    scenes = json.loads(MEASURED.read_text())["scenes"] if keys else {}
+    for scene in SCENES:
+        if not keys or scene.key in keys:
+            scenes[scene.key] = min((measure_scene(scene) for _ in range(RUNS)), key=_undisturbed)
+    how = (
+        f"torch {torch.__version__.split('+')[0]}, pytorch-lightning {pl.__version__}, two Gloo ranks on loopback,"
+        f" one thread each, {platform.machine()}; process-group timeout {GROUP_TIMEOUT_S:g} s"
+    )
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(scene)}" for key, scene in scenes.items())
+    MEASURED.write_text(f'{{"how": {json.dumps(how)},\n"scenes": {{\n{lines}\n}}}}\n')
 
 
 # -- draw -------------------------------------------------------------------------------------------------------------
 
 # Narrow, so that the text is legible on a phone.
 PICTURE_WIDTH, LEFT, RIGHT = 420, 46, 12
-BAR, NETWORK_ROWS, NETWORK_BAR, LANE_GAP = 18, 3, 4, 12
+BAR, NETWORK_ROWS, NETWORK_BAR, LANE_GAP = 18, 3, 4, 9
 LANE = BAR + 2 + NETWORK_ROWS * (NETWORK_BAR + 1)
 # A wait longer than this is cut out of the axis.
-CUT_FROM_MS, CUT_TO_SHARE = 1000.0, 0.12
+CUT_FROM_MS, CUT_TO_SHARE = 1000.0, 0.2
 LEAST_WIDTH = 1.6
+# A step that begins later than this is the next one.
+LEAST_STEP_MS = 30.0
 
 # Each with what it is called under the picture, on light and on dark.
 KINDS = {
@@ -374,6 +381,7 @@ KINDS = {
     "agree": ("tally, usage map", "#7b3fc4", "#ab7df0"),
     "rewrap": ("rewrap", "#c2185b", "#f06292"),
     "optimizer": ("optimizer step", "#8a7a00", "#d4c02a"),
+    "next": ("the next step begins", "none", "none"),
     "wait": ("waits for the other rank", "#d32f2f", "#ff6b6b"),
 }
 NAMED_ON_THE_BAR = ("forward", "backward", "finish")
@@ -391,7 +399,7 @@ class Axis:
 
     def __init__(self, moments: list[float], shown_ms: float) -> None:
         ordered = sorted(moments)
-        gaps = [(later - earlier, earlier) for earlier, later in zip(ordered, ordered[1:], strict=False)]
+        gaps = [(later - earlier, earlier) for earlier, later in itertools.pairwise(ordered)]
         longest, begins = max(gaps)
         self.cut = (begins, begins + longest) if longest > CUT_FROM_MS else None
         self._cut_to = CUT_TO_SHARE * shown_ms if self.cut else 0.0
@@ -409,7 +417,7 @@ class Axis:
 
 def _shown_ms(ranks: list[dict[str, Any]]) -> float:
     moments = sorted(_all_moments(ranks))
-    gaps = (later - earlier for earlier, later in zip(moments, moments[1:], strict=False))
+    gaps = (later - earlier for earlier, later in itertools.pairwise(moments))
     return moments[-1] - sum(gap for gap in gaps if gap > CUT_FROM_MS)
 
 
@@ -452,9 +460,11 @@ def _lane(number: int, events: list[Event], axis: Axis, y: float) -> list[str]:
     for kind, start, end in _parts(events):
         x, width = axis(start), axis(end) - axis(start)
         drawn.append(_bar(kind, x, y, width, BAR))
-        label = KINDS[kind][0] if kind in NAMED_ON_THE_BAR else "waits" if kind == "wait" else ""
-        if label and width > 6.2 * len(label):
-            drawn.append(_text(x + width / 2, y + BAR - 5, label, "on-bar", "middle"))
+        if kind == "wait":
+            # To the left of where the axis is cut.
+            drawn.append(_text(x + 4, y + BAR - 5, "waits", "on-bar"))
+        elif kind in NAMED_ON_THE_BAR and width > 6.2 * len(kind):
+            drawn.append(_text(x + width / 2, y + BAR - 5, kind, "on-bar", "middle"))
     free = [0.0] * NETWORK_ROWS
     for kind, start, end in events:
         if kind == "bucket":
@@ -464,8 +474,12 @@ def _lane(number: int, events: list[Event], axis: Axis, y: float) -> list[str]:
             failed = end - start > CUT_FROM_MS
             drawn.append(_bar("wait" if failed else "bucket", axis(start), top, axis(end) - axis(start), NETWORK_BAR))
         elif kind == "error":
-            x, middle = min(axis(start) + 3, PICTURE_WIDTH - 7), y + BAR / 2
+            x, middle = min(axis(start) + 7, PICTURE_WIDTH - 7), y + BAR / 2
             drawn.append(f'<path class="cross" d="M{x - 5:.1f} {middle - 5}l10 10m0 -10l-10 10"/>')
+            if x < PICTURE_WIDTH - 45:
+                drawn.append(_text(x + 9, y + BAR - 5, "error", "bad"))
+        elif kind == "step" and start > LEAST_STEP_MS:
+            drawn.append(f'<path class="next" d="M{axis(start):.1f} {y - 3}v{LANE + 4}"/>')
     return drawn
 
 
@@ -474,7 +488,8 @@ def _ticks(axis: Axis, end: float, y: float) -> list[str]:
     drawn, last = [], 0.0
     for moment in range(0, int(end) + 1, step):
         x = axis(moment)
-        if (axis.cut and axis.cut[0] < moment < axis.cut[1]) or (moment and x - last < 38) or x > PICTURE_WIDTH - 14:
+        in_cut = axis.cut and axis(axis.cut[0]) - 30 < x < axis(axis.cut[1]) + 30
+        if in_cut or (moment and x - last < 38) or x > PICTURE_WIDTH - 14:
             continue
         last = x
         drawn.append(f'<path class="tick" d="M{x:.1f} {y}v4"/>')
@@ -482,17 +497,29 @@ def _ticks(axis: Axis, end: float, y: float) -> list[str]:
     return drawn
 
 
-def panel(
-    title: str, outcome: str, good: bool, ranks: list[dict[str, Any]], shown_ms: float, y: float
-) -> tuple[str, float]:
+@dataclass(frozen=True)
+class Panel:
     """One strategy: a lane a rank and an axis.
 
-    Returns:
-        What is drawn, and where the next panel may begin.
+    Attributes:
+        title: the strategy, and what it is given.
+        outcome: what came of it.
+        look: ``"good"``, ``"bad"`` or ``"small"`` (neither).
+        ranks: the events.
     """
+
+    title: str
+    outcome: str
+    look: str
+    ranks: list[dict[str, Any]]
+
+
+def _panel(shown: Panel, shown_ms: float, y: float) -> tuple[str, float]:
+    """What is drawn, and where the next panel may begin."""
+    ranks = shown.ranks
     moments = _all_moments(ranks)
     axis = Axis(moments, shown_ms)
-    drawn = [_text(0, y + 12, title, "title"), _text(0, y + 27, outcome, "good" if good else "bad")]
+    drawn = [_text(0, y + 12, shown.title, "title"), _text(0, y + 27, shown.outcome, shown.look)]
     top = y = y + 36
     for number, rank in enumerate(ranks):
         drawn += _lane(number, rank["events"], axis, y)
@@ -512,27 +539,34 @@ def _legend(kinds: list[str], y: float) -> tuple[str, float]:
         width = 18 + 5.7 * len(KINDS[kind][0])
         if x + width > PICTURE_WIDTH:
             x, y = 0.0, y + 16
-        drawn += [_bar(kind, x, y, 10, 10), _text(x + 14, y + 9, KINDS[kind][0], "small")]
+        mark = f'<path class="next" d="M{x + 5} {y - 1}v12"/>' if kind == "next" else _bar(kind, x, y, 10, 10)
+        drawn += [mark, _text(x + 14, y + 9, KINDS[kind][0], "small")]
         x += width + 8
     return "\n".join(drawn), y + 20
 
 
-def picture(panels: list[tuple[str, str, bool, list[dict[str, Any]]]], description: str) -> str:
+def picture(panels: list[Panel], description: str) -> str:
     """Panels on one scale, one below the other, and what the colours mean."""
-    shown_ms = 1.03 * max(_shown_ms(ranks) for _, _, _, ranks in panels)
+    shown_ms = 1.03 * max(_shown_ms(shown.ranks) for shown in panels)
     body, y = [], 0.0
-    for title, outcome, good, ranks in panels:
-        drawn, y = panel(title, outcome, good, ranks, shown_ms, y)
+    for shown in panels:
+        drawn, y = _panel(shown, shown_ms, y)
         body.append(drawn)
-    seen = {kind for *_, ranks in panels for rank in ranks for kind, _, _ in (*_parts(rank["events"]), *rank["events"])}
+    events = [rank["events"] for shown in panels for rank in shown.ranks]
+    seen = {kind for rank in events for kind, _, _ in (*_parts(rank), *rank)}
+    if any(kind == "step" and start > LEAST_STEP_MS for rank in events for kind, start, _ in rank):
+        seen.add("next")
     drawn, y = _legend([kind for kind in KINDS if kind in seen], y)
     body.append(drawn)
     light = "".join(f".{kind}{{fill:{colour}}}" for kind, (_, colour, _) in KINDS.items())
     dark = "".join(f".{kind}{{fill:{colour}}}" for kind, (_, _, colour) in KINDS.items())
     style = (
-        "text{font:11px system-ui,sans-serif;fill:#222}.small{font-size:10px;fill:#555}.title{font:600 12px ui-monospace,"
-        "monospace}.card{fill:#fff;stroke:#ddd}.on-bar{fill:#fff;font-size:10px}.good{fill:#1b7a34}.bad{fill:#c62828}"
-        ".axis,.tick{stroke:#888;fill:none}.cross{stroke:#c62828;stroke-width:3;fill:none}.gap{fill:#fff}" + light
+        "text{font:11px system-ui,sans-serif;fill:#222}.small{font-size:10px;fill:#555}"
+        ".title{font:600 12px ui-monospace,monospace}.card{fill:#fff;stroke:#ddd}"
+        ".on-bar{fill:#fff;font-size:10px}.good{fill:#1b7a34}.bad{fill:#c62828}"
+        ".axis,.tick{stroke:#888;fill:none}.cross{stroke:#c62828;stroke-width:3;fill:none}.gap{fill:#fff}"
+        + light
+        + ".next{stroke:#888;stroke-dasharray:2 2;fill:none}"
     )
     style += (
         "@media(prefers-color-scheme:dark){text{fill:#e6e6e6}.small{fill:#b5b5b5}.card,.gap{fill:#1e2129}"
@@ -550,71 +584,71 @@ def picture(panels: list[tuple[str, str, bool, list[dict[str, Any]]]], descripti
     )
 
 
-def _duration(ranks: list[dict[str, Any]]) -> float:
+def _outcome(scene: dict[str, Any]) -> str:
+    """In words, from the events: how many buckets were reduced, who waited, how it ended."""
+    ranks = scene["ranks"]
+    waiting = [any(part == "wait" for part, *_ in _parts(rank["events"])) for rank in ranks]
+    failed = [bool(rank["errors"]) for rank in ranks]
+    stepped = [any(kind == "optimizer" for kind, *_ in rank["events"]) for rank in ranks]
+    if any(waiting):
+        who = "both ranks wait" if all(waiting) else f"rank {waiting.index(True)} waits"
+        return f"{who} for the time-out of {GROUP_TIMEOUT_S:g} s; " + ("both fail" if all(failed) else "it fails")
+    if all(failed) and not any(stepped):
+        return "error in the backward, on both ranks"
+    reduced = min(sum(kind == "bucket" for kind, *_ in rank["events"]) for rank in ranks)
+    if all(failed) and not ranks[0]["equal"][0]:
+        return f"{reduced} of {LAYERS} buckets reduced; weights differ; the error comes a step late"
+    if any(failed) or not ranks[0]["equal"][0]:
+        raise RuntimeError(f"{scene['strategy']} ended in a way that there are no words for")
+    return "finished in the same step; equal weights"
+
+
+def _length(ranks: list[dict[str, Any]]) -> float:
     return max(end for rank in ranks for kind, _, end in rank["events"] if kind == "optimizer")
 
 
 def pictures(scenes: dict[str, Any]) -> dict[str, str]:
     """Each picture by the name of its file, from what was measured."""
-    ranks = {key: scene["ranks"] for key, scene in scenes.items()}
-    both = "every rank leaves a layer out"
-    one = "rank 1 leaves a layer out"
-    flag = "ddp_find_unused_parameters_true"
-    fails = []
-    for trouble, name in (
-        ("reentrant", "reentrant checkpoint, a layer unused"),
-        ("sparse", "embedding with sparse gradients, unused"),
-        ("no path", "rank 1: a loss that reaches no parameter"),
-        ("none", "rank 1: training_step returns None"),
-    ):
-        waits = any(kind == "wait" for rank in ranks[f"{trouble}-flag"] for kind, *_ in _parts(rank["events"]))
-        ends = "rank 0 waits until the time-out" if waits else "error in the backward"
-        fails.append((f"the flag: {name}", ends, False, ranks[f"{trouble}-flag"]))
-        fails.append(("ddp_adaptive: the same", "finished in place, equal weights", True, ranks[f"{trouble}-adaptive"]))
+
+    def shown(key: str, title: str) -> Panel:
+        scene = scenes[key]
+        outcome = _outcome(scene)
+        return Panel(title, outcome, "good" if "equal" in outcome else "bad", scene["ranks"])
+
+    def cost(key: str, title: str) -> Panel:
+        ranks = scenes[key]["ranks"]
+        return Panel(title, f"everything is used; {_length(ranks):.2f} ms", "small", ranks)
+
+    both, one, flag = "both ranks skip a layer", "rank 1 skips a layer", "ddp_find_unused_parameters_true"
+    troubles = {
+        "reentrant": "reentrant checkpoints, a layer unused",
+        "sparse": "sparse embedding unused",
+        "no path": "rank 1's loss reaches nothing",
+        "none": "rank 1 returns None",
+    }
     return {
         "timeline_diverge.svg": picture(
-            [
-                (
-                    f"ddp: {both}",
-                    "3 of 6 buckets all-reduced; weights differ; error one step late",
-                    False,
-                    ranks["diverge-ddp"],
-                ),
-                (
-                    f"ddp_adaptive: {both}",
-                    "finished in the same step, equal weights; the flag goes on",
-                    True,
-                    ranks["diverge-adaptive"],
-                ),
-            ],
-            "Timeline of two ranks that leave a layer out, under ddp and under ddp_adaptive",
+            [shown("diverge-ddp", f"ddp: {both}"), shown("diverge-adaptive", f"ddp_adaptive: {both}")],
+            "Timeline of two ranks that skip a layer, under ddp and under ddp_adaptive",
         ),
         "timeline_hang.svg": picture(
-            [
-                (f"ddp: {one}", "both ranks wait until the time-out of 3 s, then fail", False, ranks["hang-ddp"]),
-                (
-                    f"ddp_adaptive: {one}",
-                    "rank 1 finishes; nobody waits; the flag goes on one step later",
-                    True,
-                    ranks["hang-adaptive"],
-                ),
-            ],
-            "Timeline of two ranks of which one leaves a layer out, under ddp and under ddp_adaptive",
+            [shown("hang-ddp", f"ddp: {one}"), shown("hang-adaptive", f"ddp_adaptive: {one}")],
+            "Timeline of two ranks of which one skips a layer, under ddp and under ddp_adaptive",
         ),
         "timeline_cost.svg": picture(
-            [
-                (name, f"{_duration(ranks[key]):.1f} ms", good, ranks[key])
-                for key, name, good in (
-                    ("cost-ddp", "ddp, everything is used", True),
-                    ("cost-flag", f"{flag}", False),
-                    ("cost-adaptive", "ddp_adaptive", True),
-                )
-            ],
+            [cost("cost-ddp", "ddp"), cost("cost-flag", flag), cost("cost-adaptive", "ddp_adaptive")],
             "Timeline of a step in which everything is used, under ddp, with the flag, and under ddp_adaptive",
         ),
-        "timeline_flag_fails.svg": picture(
-            fails, "Timelines of four cases in which the flag fails, with the flag and under ddp_adaptive"
-        ),
+        **{
+            f"timeline_{trouble.replace(' ', '_')}.svg": picture(
+                [
+                    shown(f"{trouble}-flag", f"the flag: {title}"),
+                    shown(f"{trouble}-adaptive", f"ddp_adaptive: {title}"),
+                ],
+                f"Timeline of two ranks under the flag and under ddp_adaptive: {title}",
+            )
+            for trouble, title in troubles.items()
+        },
     }
 
 
@@ -628,7 +662,12 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("what", choices=("measure", "draw"))
-    {"measure": measure, "draw": draw}[parser.parse_args().what]()
+    parser.add_argument("scenes", nargs="*", help="measure these only")
+    arguments = parser.parse_args()
+    if arguments.what == "measure":
+        measure(arguments.scenes)
+    else:
+        draw()
 
 
 if __name__ == "__main__":
