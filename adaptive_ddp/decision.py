@@ -13,11 +13,12 @@ from dataclasses import dataclass
 class State(enum.Enum):
     """Where a run stands.
 
-    PROBE: the flag is off; no synchronised backward has been seen yet.
-    WATCH: the flag is off; every rank used every parameter so far.
-    ON: some rank left a parameter without a gradient, so the flag is on.
-    FINISH: the same, but the flag stays off, since it cannot serve this graph or the user prefers it so: each step is
-        finished in place.
+    Attributes:
+        PROBE: the flag is off; no synchronised backward has been seen yet.
+        WATCH: the flag is off; every rank used every parameter so far.
+        ON: some rank left a parameter without a gradient, so the flag is on.
+        FINISH: the same, but the flag stays off, since it cannot serve this graph or the user prefers it so: each step
+            is finished in place.
     """
 
     PROBE = "probe"
@@ -29,11 +30,12 @@ class State(enum.Enum):
 class Obstacle(enum.Enum):
     """Why ``find_unused_parameters=True`` cannot serve a graph.
 
-    SPARSE: it fails on a parameter with sparse gradients that is unused ("Expected sparse gradient to be defined").
-    REENTRANT: it fails when a backward inside the backward reaches parameters, as under reentrant activation
-        checkpointing ("Expected to mark a variable ready only once").
-    POWER_SGD: it exchanges its usage map while the buckets are under way, and PowerSGD starts collectives of its own
-        from there, in an order that is not the same on all ranks (a hang, or "collective mismatch").
+    Attributes:
+        SPARSE: it fails on a parameter with sparse gradients that is unused ("Expected sparse gradient to be defined").
+        REENTRANT: it fails when a backward inside the backward reaches parameters, as under reentrant activation
+            checkpointing ("Expected to mark a variable ready only once").
+        POWER_SGD: it exchanges its usage map while the buckets are under way, and PowerSGD starts collectives of its
+            own from there, in an order that is not the same on all ranks (a hang, or "collective mismatch").
     """
 
     SPARSE = "sparse gradients"
