@@ -13,7 +13,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,8 @@ from typing import Any
 import models
 import pytest
 import torch
-import torch.distributed as dist
 from models import SomeRanks
-from pytorch_lightning import seed_everything
 from pytorch_lightning.cli import LightningCLI
-from pytorch_lightning.strategies import DDPStrategy
 from ranks import Ranks
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -143,7 +142,19 @@ class Hosts:
         devices = [f"adp{os.getpid() % 10**8}{node}" for node in "ab"]
         for name in self.names:
             _ip("netns", "add", name)
-        _ip("link", "add", devices[0], "netns", self.names[0], "type", "veth", "peer", devices[1], "netns", self.names[1])
+        _ip(
+            "link",
+            "add",
+            devices[0],
+            "netns",
+            self.names[0],
+            "type",
+            "veth",
+            "peer",
+            devices[1],
+            "netns",
+            self.names[1],
+        )
         for name, device, address in zip(self.names, devices, self.ADDRESSES, strict=True):
             _ip("-n", name, "link", "set", device, "name", "eth0")
             _ip("-n", name, "address", "add", f"{address}/30", "dev", "eth0")
@@ -232,23 +243,97 @@ def test_a_notebook(programs: Programs) -> None:
         assert first == second == [session["flag"], "on"]
         # The ranks' weights have come back to the session's own module.
         assert session[fit] == session["flag"]
-    assert text.count("adaptive_ddp.report.UnusedParametersWarning") == 0 or "DDP left 4 of 14 parameters" in text
+    assert "UnusedParametersWarning: DDP left 4 of 14 parameters" in text
 
 
 # -- LightningCLI -----------------------------------------------------------------------------------------------------
 
-YAML = """
-trainer:
-  accelerator: cpu
-  devices: {devices}
-  max_epochs: 1
-  logger: false
-  enable_checkpointing: false
-  enable_progress_bar: false
-  enable_model_summary: false
-  strategy:
-    class_path: adaptive_ddp.AdaptiveDDPStrategy
-    init_args:
-      {argument}: {value}
-      bucket_cap_mb: 7
-"""
+QUIET = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "use_distributed_sampler": False,
+}
+
+
+def configuration(directory: Path, strategy: object, **trainer: object) -> list[str]:
+    """LightningCLI's arguments for a file with this configuration; JSON is YAML too."""
+    path = directory / "config.yaml"
+    path.write_text(
+        json.dumps({"trainer": {"accelerator": "cpu", "max_epochs": 1, **QUIET, **trainer, "strategy": strategy}})
+    )
+    return ["--config", str(path)]
+
+
+def written(**init_args: object) -> dict[str, object]:
+    return {"class_path": "adaptive_ddp.AdaptiveDDPStrategy", "init_args": init_args}
+
+
+class LateModel(models.Branches):
+    """Rank 1 leaves a branch unused from the second batch on."""
+
+    def __init__(self) -> None:
+        super().__init__(SomeRanks(1, 1))
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(torch.randn(16, 4), batch_size=4)
+
+
+def fit_by_cli(strategy: object, *arguments: str) -> tuple[dict[str, Tensor], Any]:
+    with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = configuration(Path(directory), strategy, devices=2)
+        args = ["fit", *config, *arguments]
+        cli = LightningCLI(LateModel, seed_everything_default=7, save_config_callback=None, args=args)
+    return cli.model.state_dict(), cli.trainer.strategy
+
+
+def compare_with_the_flag() -> list[tuple[list[str], State, int, Any]]:
+    expected, _ = fit_by_cli("ddp_find_unused_parameters_true")
+    found = []
+    for weights, strategy in (
+        fit_by_cli("ddp", "--trainer.strategy", "ddp_adaptive"),
+        fit_by_cli(written(fallback="finish", bucket_cap_mb=7)),
+    ):
+        different = [name for name in expected if not torch.equal(weights[name], expected[name])]
+        decision = strategy.decision
+        found.append((different, decision.state, decision.step, strategy._ddp_kwargs.get("bucket_cap_mb")))
+    return found
+
+
+def test_a_name_on_the_command_line_and_a_class_in_a_file_train(ranks: Ranks) -> None:
+    for by_name, by_class in ranks(2).run(compare_with_the_flag):
+        assert by_name == ([], State.ON, 2, None)
+        assert by_class == ([], State.FINISH, 2, 7)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_file_gives_every_argument(tmp_path: Path) -> None:
+    init_args = {"fallback": "finish", "on_unused": "raise", "gradient_as_bucket_view": True}
+    arguments = configuration(tmp_path, written(**init_args))
+    cli = LightningCLI(LateModel, run=False, save_config_callback=None, args=arguments)
+    strategy = cli.trainer.strategy
+    assert type(strategy) is AdaptiveDDPStrategy
+    assert (strategy._fallback, strategy._on_unused) == ("finish", "raise")
+    assert strategy._ddp_kwargs["gradient_as_bucket_view"] is True
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("argument", "value", "complaint"),
+    [
+        ("fallback", "finnish", 'Parser key "fallback"'),
+        ("on_unused", "error", 'Parser key "on_unused"'),
+        ("bucket_size", 3, "Option 'bucket_size' is not accepted"),
+        ("find_unused_parameters", True, "AdaptiveDDPStrategy(find_unused_parameters=True)"),
+        ("static_graph", True, "AdaptiveDDPStrategy(static_graph=True)"),
+    ],
+)
+def test_a_file_with_a_bad_argument_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], argument: str, value: object, complaint: str
+) -> None:
+    arguments = configuration(tmp_path, written(**{argument: value}))
+    with pytest.raises((SystemExit, ValueError)) as refused:
+        LightningCLI(LateModel, run=False, save_config_callback=None, args=arguments)
+    assert complaint in capsys.readouterr().err + str(refused.value)
