@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import MutableMapping
+from inspect import signature
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from adaptive_ddp.decision import Decision
 from adaptive_ddp.reducer import Reduction
@@ -42,8 +44,8 @@ _MANY_REWRAPS = 10
 def refuse_arguments(class_name: str, arguments: MutableMapping[str, Any]) -> None:
     """Refuse the arguments of ``DDPStrategy`` that choose what the strategy is there to choose.
 
-    Where all of them are there and False, they are taken out instead: LightningCLI passes every argument of
-    ``DistributedDataParallel`` with its default.
+    Where all that this torch has are there, as from LightningCLI, which passes every argument of
+    ``DistributedDataParallel`` with its default, those that are False are taken out instead.
 
     Args:
         class_name: the strategy's name, for the error.
@@ -52,9 +54,11 @@ def refuse_arguments(class_name: str, arguments: MutableMapping[str, Any]) -> No
     Raises:
         ValueError: naming the argument, why it is refused and what to write instead.
     """
-    if all(arguments.get(name) is False for name in _REFUSED):
-        for name in _REFUSED:
-            del arguments[name]
+    known = [name for name in _REFUSED if name in signature(DistributedDataParallel.__init__).parameters]
+    if all(name in arguments for name in known):
+        for name in known:
+            if arguments[name] is False:
+                del arguments[name]
     for name, reason in _REFUSED.items():
         if name in arguments:
             raise ValueError(f"{class_name}({name}={arguments[name]!r}): {reason}.")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,6 +71,16 @@ class Tracer(Callback):
         self.trace.weights.append({name: tensor.clone() for name, tensor in pl_module.state_dict().items()})
 
 
+class Flags(Callback):
+    """The flag at each optimizer step."""
+
+    def __init__(self) -> None:
+        self.flags: list[bool] = []
+
+    def on_before_optimizer_step(self, trainer: Trainer, *args: Any) -> None:
+        self.flags.append(trainer.strategy.model.find_unused_parameters)
+
+
 def _copy(gradient: Tensor | None) -> Tensor | None:
     return None if gradient is None else gradient.detach().to_dense().clone()
 
@@ -84,6 +96,13 @@ def batches_of_this_rank(case: Case) -> DataLoader:
     return DataLoader(list(data), batch_size=None)
 
 
+def shared_directory() -> Path:
+    """A new directory, the same on all ranks."""
+    name = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
+    dist.broadcast_object_list(name, 0)
+    return Path(name[0])
+
+
 def make_trainer(strategy: Any, callbacks: list[Callback] | None = None, **kwargs: Any) -> Trainer:
     return Trainer(
         accelerator="cpu",
@@ -91,11 +110,9 @@ def make_trainer(strategy: Any, callbacks: list[Callback] | None = None, **kwarg
         strategy=strategy,
         callbacks=callbacks or [],
         use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"max_epochs": 1, **kwargs},
+        **{"max_epochs": 1, "logger": False, "enable_checkpointing": False, **kwargs},
     )
 
 

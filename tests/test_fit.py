@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import tempfile
 import warnings
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import models
 import pytest
 import torch
 import torch.distributed as dist
-from differential import CONTENDERS, Case, across_ranks, batches_of_this_rank, make_trainer, run_case, train
+from differential import (
+    CONTENDERS,
+    Case,
+    Flags,
+    across_ranks,
+    batches_of_this_rank,
+    make_trainer,
+    run_case,
+    shared_directory,
+    train,
+)
 from models import LateEverywhere, OnlyOnce, SomeRanks
 from package import AdaptiveDDPStrategy, Callback, DDPStrategy, LightningModule, Trainer, seed_everything
 from ranks import Ranks
 from torch.nn.parallel import DistributedDataParallel
 
 from adaptive_ddp import State, UnusedParametersWarning
-
-
-def shared_directory() -> Path:
-    name = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
-    dist.broadcast_object_list(name, 0)
-    return Path(name[0])
 
 
 def fit(strategy: DDPStrategy, model: LightningModule, batches: int = 4, **kwargs: Any) -> Trainer:
@@ -104,16 +106,6 @@ def test_resuming_in_both_directions(ranks: Ranks, usage: models.Usage) -> None:
 
 
 # -- a second fit, and other loops ------------------------------------------------------------------------------------
-
-
-class Flags(Callback):
-    """The flag at each optimizer step."""
-
-    def __init__(self) -> None:
-        self.flags: list[bool] = []
-
-    def on_before_optimizer_step(self, trainer: Trainer, *args: Any) -> None:
-        self.flags.append(trainer.strategy.model.find_unused_parameters)
 
 
 def fit_twice() -> tuple[list[bool], list[State], list[bool]]:

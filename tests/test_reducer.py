@@ -134,6 +134,10 @@ def hooks_of_mixed_precision() -> tuple[int, int]:
     return wrapped - before, sum(len(part._forward_pre_hooks) for part in module.modules()) - before
 
 
+@pytest.mark.skipif(
+    torch.version.cuda is not None and not torch.cuda.is_available(),
+    reason="a CUDA build of torch without a GPU cannot make the stream of that precision",
+)
 def test_dismantling_takes_the_hooks_of_ddps_mixed_precision_off(ranks: Ranks) -> None:
     # That precision runs on an accelerator only; its hooks are there anyway.
     assert ranks(1).run(hooks_of_mixed_precision) == [(4, 0)]

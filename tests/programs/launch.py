@@ -28,17 +28,21 @@ class WriteDown(Callback):
             "state": trainer.strategy.decision.state.value,
             "missed_by": sorted({parameter.missed_by for parameter in trainer.strategy.decision.unused}),
             "strategy": type(trainer.strategy).__module__,
+            "environment": type(trainer.strategy.cluster_environment).__name__,
+            "nodes": [trainer.strategy.node_rank, trainer.num_nodes],
         }
         Path(self.directory, f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
 
 
-def main(strategy: str, directory: str) -> None:
+def main(strategy: str, directory: str, nodes: str = "1") -> None:
+    """Two ranks on one node, or one on each of two."""
     assert adaptive_ddp.__all__
     torch.set_num_threads(1)
     seed_everything(7, verbose=False)
     trainer = Trainer(
         accelerator="cpu",
-        devices=2,
+        devices=2 // int(nodes),
+        num_nodes=int(nodes),
         strategy=strategy,
         max_epochs=1,
         logger=False,
