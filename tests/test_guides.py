@@ -45,7 +45,7 @@ def test_the_example_prints_what_the_page_shows(ranks: Ranks, page: Path) -> Non
 
 
 def scaled_step(code: str) -> tuple[list[float], list[float]]:
-    """Take a step of the example's module in which rank 1 sits out; return the new weights and those of rank 0 alone."""
+    """Take a step of the example's module in which rank 1 sits out; return its weights and those of rank 0 alone."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(code, "the example", "exec"), namespace)
     torch.manual_seed(1)
