@@ -136,9 +136,11 @@ class SmokeRun:
             return
         reached = frozenset(self._reached)
         in_graph = self._places_reached(loss)
-        if reached - in_graph:
+        if inner and reached - in_graph:
             self._findings.add(Finding.REENTRANT)
-        if reached != (self._foreseen if self._is_automatic else in_graph):
+        # What is in the output and not in the loss is no matter: the flag ties the tensors of the output together
+        # (distributed.py, _DDPSink).
+        if reached != in_graph or (self._is_automatic and not reached <= self._foreseen):
             self._findings.add(Finding.UNFORESEEN)
         if inner != checkpoints_in(loss):
             self._findings.add(Finding.INNER_BACKWARDS)

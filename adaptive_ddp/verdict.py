@@ -47,7 +47,7 @@ class Finding(enum.Enum):
     VARIES = "not every step used the same parameters"
     REENTRANT = "find_unused_parameters=True cannot serve reentrant activation checkpointing"
     UNFORESEEN = (
-        "a backward did not reach the parameters that the graph of what training_step returned reaches, by which"
+        "a backward did not reach the parameters that are in the graph of the loss, by which"
         " find_unused_parameters=True goes"
     )
     ONE_STEP = "static_graph=True needs steps that are alike, and a single one was seen"
@@ -280,29 +280,34 @@ def _advise(
     backwards = [backward for record in records for step in record.steps for backward in step.backwards]
     if all(trained == backward.reached == backward.received for backward in backwards):
         return Advice.DDP, (Finding.ALL_USED,)
-    if against := tuple(_differences(records)):
+    received = [[[backward.received for backward in step.backwards] for step in record.steps] for record in records]
+    if against := tuple(_differences(received)):
         return Advice.ADAPTIVE, against
-    return _advise_on_unused(findings, steps=len(records[0].steps))
+    return _advise_on_unused(records, findings)
 
 
-def _advise_on_unused(findings: frozenset[Finding], *, steps: int) -> tuple[Advice, tuple[Finding, ...]]:
+def _advise_on_unused(
+    records: Sequence[RankRecord], findings: frozenset[Finding]
+) -> tuple[Advice, tuple[Finding, ...]]:
     """The advice where every rank left out the same parameters in every step."""
     if not findings & {Finding.REENTRANT, Finding.UNFORESEEN}:
         return Advice.FLAG, (Finding.SAME_UNUSED,)
     if Finding.REENTRANT not in findings:
         return Advice.ADAPTIVE, (Finding.UNFORESEEN,)
-    if steps < 2:
+    if len(records[0].steps) < 2:
         findings |= {Finding.ONE_STEP}
+    # Whether a backward brings a gradient is not the same as whether it comes by, which is what must not change here.
+    if against := tuple(_differences([record.steps for record in records])):
+        return Advice.ADAPTIVE, (Finding.REENTRANT, *against)
     if against := tuple(finding for finding in _AGAINST_STATIC_GRAPH if finding in findings):
         return Advice.ADAPTIVE, (Finding.REENTRANT, *against)
     return Advice.STATIC_GRAPH, (Finding.SAME_UNUSED, Finding.REENTRANT)
 
 
-def _differences(records: Sequence[RankRecord]) -> Iterable[Finding]:
-    # As lists, since a rank may have taken another number of steps.
-    if any(record.steps != records[0].steps for record in records):
+def _differences(steps_by_rank: Sequence[Sequence[object]]) -> Iterable[Finding]:
+    if any(steps != steps_by_rank[0] for steps in steps_by_rank):
         yield Finding.RANKS_DIFFER
-    if any(step != record.steps[0] for record in records for step in record.steps):
+    if any(step != steps[0] for steps in steps_by_rank for step in steps):
         yield Finding.VARIES
 
 
