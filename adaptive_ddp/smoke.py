@@ -102,9 +102,10 @@ class SmokeRun:
         if not self._is_automatic:
             self._end_step()
             return
-        if not isinstance(output, Tensor):
+        returned = list(tensors_in(output))
+        if len(returned) > 1:
             self._findings.add(Finding.RETURNS_MORE)
-        self._foreseen = frozenset().union(*(self._places_reached(tensor) for tensor in tensors_in(output)))
+        self._foreseen = frozenset().union(*(self._places_reached(tensor) for tensor in returned))
 
     def _look_at_set(self) -> None:
         trainable = self._trainable()

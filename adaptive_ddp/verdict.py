@@ -40,7 +40,7 @@ class Finding(enum.Enum):
     SET_CHANGED = "the set of trainable parameters changed, and DDP never reduces what is unfrozen"
     FINETUNES = "a callback freezes and unfreezes parameters, and DDP never reduces what is unfrozen"
     FROZEN = "some parameters are frozen, and if they are ever unfrozen, DDP does not reduce them and says nothing"
-    REPEATS = "a parameter's gradient came more than once in a backward, which DDP does not reduce"
+    REPEATS = "a parameter's gradient came more than once in a backward, which DDP is not made for"
     SPARSE = "DDP divides sparse gradients in place, which may halve those of other layers, and the flag fails on them"
     POWER_SGD = "PowerSGD and find_unused_parameters=True run into each other"
     RANKS_DIFFER = "the ranks did not use the same parameters"
@@ -53,10 +53,10 @@ class Finding(enum.Enum):
     ONE_STEP = "static_graph=True needs steps that are alike, and a single one was seen"
     MANUAL = "static_graph=True has not been tried with manual optimization"
     ACCUMULATES = "static_graph=True fails with accumulate_grad_batches > 1"
-    RETURNS_MORE = "static_graph=True fails where training_step returns more than the loss"
+    RETURNS_MORE = "static_graph=True may fail where training_step returns more tensors than the loss"
     INNER_BACKWARDS = (
-        "something other than a checkpoint runs a backward inside the backward, with which static_graph=True may give"
-        " wrong gradients and say nothing"
+        "something other than a checkpoint runs a backward inside the backward or just before it (torch.autograd.grad),"
+        " with which static_graph=True may leave the ranks with different weights and say nothing"
     )
     ARGUMENTS = "static_graph=True has not been tried with the arguments that were given"
 
