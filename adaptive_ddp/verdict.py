@@ -43,8 +43,11 @@ class Finding(enum.Enum):
     REPEATS = "a parameter's gradient came more than once in a backward, which DDP is not made for"
     SPARSE = "DDP divides sparse gradients in place, which may halve those of other layers, and the flag fails on them"
     POWER_SGD = "PowerSGD and find_unused_parameters=True run into each other"
-    RANKS_DIFFER = "the ranks did not use the same parameters"
-    VARIES = "not every step used the same parameters"
+    RANKS_DIFFER = (
+        "the ranks did not use the same parameters; find_unused_parameters=True serves that until the loss of a rank"
+        " reaches none of them, and then hangs"
+    )
+    VARIES = "not every step used the same parameters, so later steps may do what these did not"
     REENTRANT = "find_unused_parameters=True cannot serve reentrant activation checkpointing"
     UNFORESEEN = (
         "a backward did not reach the parameters that are in the graph of the loss, by which"

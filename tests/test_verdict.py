@@ -590,7 +590,8 @@ def test_the_text() -> None:
         "find_unused_parameters=True cannot serve reentrant activation checkpointing.",
         'Advice: Trainer(strategy="ddp_adaptive")',
         "  because a rank sat a step out, which DDP ends with an error or a hang;",
-        "  because the ranks did not use the same parameters.",
+        "  because the ranks did not use the same parameters; find_unused_parameters=True serves that until the loss"
+        " of a rank reaches none of them, and then hangs.",
         "This is what 3 steps on 2 ranks showed. Nothing needs to be changed in what you have written.",
     ]
 
