@@ -12,15 +12,20 @@ from adaptive_ddp.decision import Decision, State, UnusedParameter
 from adaptive_ddp.pytorch_lightning import AdaptiveDDPStrategy, GradientUsageMonitor
 from adaptive_ddp.reducer import finish_reduction
 from adaptive_ddp.report import UnusedParametersError, UnusedParametersWarning
+from adaptive_ddp.verdict import Advice, Finding, ParameterUsage, Verdict
 
 __all__ = [
     "AdaptiveDDPStrategy",
+    "Advice",
     "Decision",
+    "Finding",
     "GradientUsageMonitor",
+    "ParameterUsage",
     "State",
     "UnusedParameter",
     "UnusedParametersError",
     "UnusedParametersWarning",
+    "Verdict",
     "finish_reduction",
 ]
 

@@ -46,6 +46,14 @@ def _nodes(loss: Tensor) -> Iterator[Any]:
                 pending.append(following)
 
 
+def checkpoints_in(loss: Tensor) -> int:
+    """How many reentrant checkpoints a backward from the loss comes through, each of which runs one backward inside it.
+
+    Those inside another checkpoint are not in this graph.
+    """
+    return sum(node.name() == "CheckpointFunctionBackward" for node in _nodes(loss))
+
+
 @dataclass(frozen=True)
 class Landmarks:
     """What tells that a backward comes through a forward of some module.

@@ -32,6 +32,10 @@ the file of torch that defines it (read and run with torch 2.13.0):
   :func:`rebuild_reducer` alone.
 * ``torch.autograd.Variable._execution_engine.queue_callback``: what the reducer queues its own final callback with
   (``torch/csrc/autograd/python_engine.cpp``). For :func:`at_end_of_backward` alone.
+* ``torch._C._current_graph_task_id``: inside a backward, its number; each backward of the process gets the next one
+  (``torch/csrc/autograd/graph_task.h``). For :func:`backwards_begun` alone.
+* ``Tensor._post_accumulate_grad_hooks``: as ``_backward_hooks``, for ``register_post_accumulate_grad_hook``. For
+  :func:`forget_removed_accumulation_hooks` alone.
 """
 
 from __future__ import annotations
@@ -428,6 +432,25 @@ def forget_removed_hooks(parameter: Tensor) -> None:
     """
     if parameter._backward_hooks is not None and not parameter._backward_hooks:
         parameter._backward_hooks = None
+
+
+def forget_removed_accumulation_hooks(parameter: Any) -> None:
+    """The same for hooks of ``register_post_accumulate_grad_hook``."""
+    if parameter._post_accumulate_grad_hooks is not None and not parameter._post_accumulate_grad_hooks:
+        parameter._post_accumulate_grad_hooks = None
+
+
+def backwards_begun() -> int:
+    """How many backwards this process has begun, the one that this call runs in order to tell included.
+
+    Those that are run inside another one count too. What it says is of use for differences only.
+    """
+    numbers: list[int] = []
+    with torch.enable_grad():
+        loss: Any = torch.zeros((), requires_grad=True) + 0
+    loss.register_hook(lambda gradient: numbers.append(torch._C._current_graph_task_id()))
+    loss.backward()
+    return numbers[0]
 
 
 def dismantle(ddp: DistributedDataParallel) -> None:

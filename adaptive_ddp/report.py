@@ -1,4 +1,4 @@
-"""Text from a :class:`~adaptive_ddp.decision.Decision`: the report and the warning's class.
+"""Text from a :class:`~adaptive_ddp.decision.Decision` or a :class:`~adaptive_ddp.verdict.Verdict`; the warning.
 
 Promise: at most a dozen lines of names whatever the model, grouped as a person would write them, and nothing in them
 that is not true of the run. Pure functions.
@@ -6,11 +6,15 @@ that is not true of the run. Pure functions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
+from typing import TypeVar
 
 from adaptive_ddp.decision import Decision, State, UnusedParameter
+from adaptive_ddp.verdict import Advice, ParameterUsage, Verdict
+
+T = TypeVar("T")
 
 SIT_OUT_OF_A_FIT = "its training_step returned None, or a loss that reaches no parameter"
 SIT_OUT_OF_A_LOOP = "its loss reaches none of the model's parameters"
@@ -98,6 +102,94 @@ def _what_happened(decision: Decision) -> str:
     )
 
 
+def describe_verdict(verdict: Verdict) -> str:
+    """What rank zero prints at the end of a smoke run.
+
+    Returns:
+        What was used by whom, who sat out, what rules the flag out; then the line to write, why, and what the run
+        cannot have shown.
+    """
+    elements = sum(parameter.numel for parameter in verdict.parameters)
+    return "\n".join(
+        (
+            f"Smoke run: {_steps(verdict.steps)} on {_ranks(verdict.world_size)}; {len(verdict.parameters)} trainable"
+            f" parameters ({_quantity(elements)} elements).",
+            *_usage_lines(verdict),
+            *_sit_out_lines(verdict),
+            *(f"find_unused_parameters=True cannot serve {obstacle.value}." for obstacle in verdict.obstacles),
+            f"Advice: Trainer(strategy={verdict.line})",
+            *(f"  because {reason.value}{';' if more else '.'}" for reason, more in _with_more(verdict.reasons)),
+            _what_it_cannot_show(verdict),
+        )
+    )
+
+
+def _with_more(reasons: Sequence[T]) -> Iterator[tuple[T, bool]]:
+    """Each of them, and whether there are more to come."""
+    for place, reason in enumerate(reasons, start=1):
+        yield reason, place < len(reasons)
+
+
+def _usage_lines(verdict: Verdict) -> list[str]:
+    groups = [("used by every rank in every step:", verdict.used), ("used by no rank:", verdict.unused)]
+    by_ranks: dict[tuple[int, ...], list[ParameterUsage]] = {}
+    for parameter in verdict.partly_used:
+        by_ranks.setdefault(parameter.used_in, []).append(parameter)
+    groups[1:1] = [(_usage_label(verdict, used_in), tuple(some)) for used_in, some in by_ranks.items()]
+    if verdict.frozen:
+        groups.append(("frozen:", tuple(ParameterUsage(name, 0, ()) for name in verdict.frozen)))
+    groups = [(label, parameters) for label, parameters in groups if parameters]
+    width = max((len(label) for label, _ in groups), default=0)
+    lines: list[tuple[str, int]] = []
+    for label, parameters in groups:
+        names = [UnusedParameter(parameter.name, parameter.numel, 0) for parameter in parameters]
+        for position, (text, count) in enumerate(_fold_names(names)):
+            lines.append((f"  {label if position == 0 else '':<{width}}  {text}", count))
+    return _at_most(lines, "strategy.verdict")
+
+
+def _usage_label(verdict: Verdict, used_in: tuple[int, ...]) -> str:
+    users = [rank for rank, times in enumerate(used_in) if times]
+    always = all(used_in[rank] == verdict.steps - verdict.sat_out[rank] for rank in users)
+    by = "every rank" if len(users) == verdict.world_size else ranks_by_number(users)
+    return f"used by {by}{'' if always else ', not in every step'}:"
+
+
+def _sit_out_lines(verdict: Verdict) -> list[str]:
+    lines = [
+        f"Rank {rank} sat out {steps} of {_steps(verdict.steps)}, or a part of them."
+        for rank, steps in enumerate(verdict.sat_out)
+        if steps
+    ]
+    if len(lines) > MAX_NAME_LINES:
+        lines = [*lines[: MAX_NAME_LINES - 1], f"So did {len(lines) - MAX_NAME_LINES + 1} more ranks."]
+    return lines or ["No rank sat a step out."]
+
+
+def _what_it_cannot_show(verdict: Verdict) -> str:
+    seen = f"This is what {_steps(verdict.steps)} on {_ranks(verdict.world_size)} showed"
+    if verdict.advice is Advice.ADAPTIVE:
+        return f"{seen}. Nothing needs to be changed in what you have written."
+    wrong = {
+        Advice.DDP: "ends in an error, a hang or ranks that hold different weights once a rank leaves a parameter out",
+        Advice.FLAG: "hangs or ends in an error once a rank has no loss, and walks the graph in every step",
+        Advice.STATIC_GRAPH: "ends in an error, a hang or wrong gradients once a step uses other parameters",
+    }
+    return (
+        f"{seen}; {verdict.line} {wrong[verdict.advice]}. If later steps, more ranks or unfrozen parameters may make a"
+        ' difference, keep strategy="ddp_adaptive": it costs one all-reduce of one integer a step, which is not waited'
+        " for."
+    )
+
+
+def _steps(steps: int) -> str:
+    return "1 step" if steps == 1 else f"{steps} steps"
+
+
+def _ranks(ranks: int) -> str:
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"
+
+
 def describe_sit_out(*, rank: int, step: int, times: int, reason: str = SIT_OUT_OF_A_FIT) -> str:
     """The warning of a rank that had nothing to contribute to a step."""
     return (
@@ -175,11 +267,16 @@ def _name_lines(decision: Decision) -> list[str]:
     for label, parameters in groups:
         for position, (names, count) in enumerate(_fold_names(parameters)):
             lines.append((f"  {label if position == 0 else '':<{width}}  {names}", count))
+    return _at_most(lines, "strategy.decision.unused")
+
+
+def _at_most(lines: Sequence[tuple[str, int]], where: str) -> list[str]:
+    """The lines, or as many as there is room for and how many parameters there are besides."""
     if len(lines) <= MAX_NAME_LINES:
         return [line for line, _ in lines]
     shown = lines[: MAX_NAME_LINES - 1]
-    rest = len(decision.unused) - sum(count for _, count in shown)
-    return [*(line for line, _ in shown), f"  and {rest} more; strategy.decision.unused has all of them."]
+    rest = sum(count for _, count in lines[MAX_NAME_LINES - 1 :])
+    return [*(line for line, _ in shown), f"  and {rest} more; {where} has all of them."]
 
 
 def _rank_label(missed_by: int, ranks: Sequence[int], world_size: int) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from adaptive_ddp.report import describe_split
 from adaptive_ddp.tally import Exchange, PostedMap, PostedTally
 from adaptive_ddp.trainable import TrainableSet
 from adaptive_ddp.window import AccumulationWindow
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -179,6 +181,17 @@ class Run:
     def post_map(self, indices: Iterable[int], size: int) -> PostedMap:
         """Contribute to a map of counts of the caller's, without waiting; on every rank, between backwards."""
         return self._exchange.post_map(indices, size)
+
+    def obstacles(self) -> list[Obstacle]:
+        """What keeps the flag from serving the module, as far as it shows without a backward."""
+        found = [Obstacle.SPARSE] if any(self.reduction.expects_sparse) else []
+        if uses_power_sgd(self._ddp):
+            found.append(Obstacle.POWER_SGD)
+        return found
+
+    def gather(self, value: T) -> list[T]:
+        """Collect a small object of every rank, in rank order; on every rank, between backwards."""
+        return self._exchange.gather(value)
 
     def reaches_nothing(self, loss: Tensor) -> bool:
         """Whether a backward from the loss is impossible, or would have the other ranks wait for ever."""
@@ -387,9 +400,7 @@ class Run:
 
     def _decide(self, step: _Step, missed_by: list[int], loss: Tensor | None, missing: frozenset[int]) -> None:
         """Decide from a usage map, on every rank alike; or put it off while a rank has no graph to look into."""
-        obstacles = [Obstacle.SPARSE] if any(self.reduction.expects_sparse) else []
-        if uses_power_sgd(self._ddp):
-            obstacles.append(Obstacle.POWER_SGD)
+        obstacles = self.obstacles()
         missing_by_rank: list[frozenset[int]] = []
         if any(missed_by):
             hides = step.hides_parameters or (loss is not None and self._hides_parameters(loss, missing))

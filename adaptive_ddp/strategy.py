@@ -27,6 +27,8 @@ from adaptive_ddp.notices import Fallback, Notices, OnUnused, keep_scaler_conten
 from adaptive_ddp.reducer import dismantle, move_comm_hooks, require_private_api
 from adaptive_ddp.report import SIT_OUT_OF_A_FIT, UnusedParametersError, describe_added
 from adaptive_ddp.run import Run
+from adaptive_ddp.smoke import SmokeRun, findings_of_run, findings_of_trainer, is_smoke_run
+from adaptive_ddp.verdict import Verdict, judge, written_arguments
 
 if TYPE_CHECKING:
     from pytorch_lightning.strategies import DDPStrategy as _DDPStrategy
@@ -65,12 +67,15 @@ class AdaptiveDDPMixin(_DDPStrategy):
         refuse_arguments(type(self).__name__, kwargs)
         refuse_choices(type(self).__name__, fallback, on_unused)
         require_private_api()
+        self._written = written_arguments(kwargs, super().__init__, DistributedDataParallel.__init__)
         super().__init__(*args, **kwargs)
         self._fallback = fallback
         self._on_unused = on_unused
         self._run: Run | None = None
         self._decision: Decision | None = None
         self._notices = Notices()
+        self._smoke: SmokeRun | None = None
+        self._verdict: Verdict | None = None
 
     @property
     def decision(self) -> Decision | None:
@@ -79,6 +84,15 @@ class AdaptiveDDPMixin(_DDPStrategy):
         None before the first synchronised backward. ``str(strategy.decision)`` is the report.
         """
         return self._decision
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """What a smoke run (``fast_dev_run``) says about which strategy to train under; the same on every rank.
+
+        There from the end of the fit on; None in and after any other fit. ``str(strategy.verdict)`` is what rank zero
+        prints.
+        """
+        return self._verdict
 
     # -- a fit begins -------------------------------------------------------------------------------------------------
 
@@ -89,6 +103,14 @@ class AdaptiveDDPMixin(_DDPStrategy):
         self._decision = None
         self._notices = Notices()
         self._begin(State.PROBE)
+        self._verdict = None
+        assert self.lightning_module is not None
+        if self._run is not None and is_smoke_run(self.lightning_module.trainer):
+            self._smoke = SmokeRun(
+                self._run.trainable.parameters,
+                is_automatic=self._is_automatic,
+                findings=findings_of_trainer(self.lightning_module.trainer),
+            )
 
     def _begin(self, state: State) -> None:
         """Start on a wrapper that has just been made."""
@@ -128,6 +150,8 @@ class AdaptiveDDPMixin(_DDPStrategy):
         run.note_frozen()
         with self._mended_step(run) if self._is_automatic else nullcontext():
             output = super().training_step(*args, **kwargs)
+        if self._smoke is not None:
+            self._smoke.note_output(output)
         self._rewrap_if_due()
         return output
 
@@ -202,7 +226,11 @@ class AdaptiveDDPMixin(_DDPStrategy):
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         synchronised = run is not None and run.before_backward(closure_loss)
+        if self._smoke is not None:
+            self._smoke.begin_backward()
         self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+        if self._smoke is not None and run is not None:
+            self._smoke.end_backward(closure_loss, synchronised=synchronised, stands_in=run.stands_in)
         if run is not None and synchronised:
             self._after_backward(run, closure_loss)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
@@ -233,6 +261,7 @@ class AdaptiveDDPMixin(_DDPStrategy):
             return
         self._decision = decision
         if decision.unused and self._on_unused == "raise":
+            self._conclude_smoke_run()
             raise UnusedParametersError(decision)
         self._notices.announce(decision, is_global_zero=self.is_global_zero)
 
@@ -277,11 +306,35 @@ class AdaptiveDDPMixin(_DDPStrategy):
         if run is None:
             return
         self._announce(run.conclude())
+        self._conclude_smoke_run()
         self._rewrap_if_due()
+
+    def _conclude_smoke_run(self) -> None:
+        """Judge what all ranks recorded, on every rank, and have rank zero print it."""
+        smoke, run = self._smoke, self._run
+        if smoke is None or run is None:
+            return
+        self._end_smoke_run()
+        own = {"fallback": self._fallback, "on_unused": self._on_unused}
+        self._verdict = judge(
+            run.gather(smoke.record(findings_of_run(run))),
+            names=run.trainable.names,
+            numels=[parameter.numel() for parameter in run.trainable.parameters],
+            arguments=self._written,
+            own_arguments=written_arguments(own, AdaptiveDDPMixin.__init__),
+        )
+        if self.is_global_zero:
+            print(self._verdict)
+
+    def _end_smoke_run(self) -> None:
+        if self._smoke is not None:
+            self._smoke.close()
+            self._smoke = None
 
     @override
     def teardown(self) -> None:
         """Unwrap the module, also after an exception, and leave no hook on it."""
+        self._end_smoke_run()
         if self._run is not None:
             self._run.close()
             self._run = None
