@@ -16,8 +16,8 @@ if NAME == "lightning":
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrecision
     from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
-    from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-    from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
+    from lightning.pytorch import Callback, LightningModule, Trainer, callbacks, seed_everything
+    from lightning.pytorch.callbacks import BackboneFinetuning, GradientAccumulationScheduler, ModelCheckpoint
     from lightning.pytorch.cli import LightningCLI
     from lightning.pytorch.demos.boring_classes import BoringModel
     from lightning.pytorch.loggers import CSVLogger, Logger
@@ -30,8 +30,8 @@ else:
     from lightning_fabric import Fabric
     from lightning_fabric.plugins.precision import MixedPrecision as FabricMixedPrecision
     from lightning_fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
-    from pytorch_lightning import Callback, LightningModule, Trainer, seed_everything
-    from pytorch_lightning.callbacks import BackboneFinetuning, ModelCheckpoint
+    from pytorch_lightning import Callback, LightningModule, Trainer, callbacks, seed_everything
+    from pytorch_lightning.callbacks import BackboneFinetuning, GradientAccumulationScheduler, ModelCheckpoint
     from pytorch_lightning.cli import LightningCLI
     from pytorch_lightning.demos.boring_classes import BoringModel
     from pytorch_lightning.loggers import CSVLogger, Logger
@@ -53,6 +53,7 @@ __all__ = [
     "FabricAdaptiveDDPStrategy",
     "FabricDDPStrategy",
     "FabricMixedPrecision",
+    "GradientAccumulationScheduler",
     "GradientUsageMonitor",
     "LightningCLI",
     "LightningModule",
@@ -60,5 +61,6 @@ __all__ = [
     "MixedPrecision",
     "ModelCheckpoint",
     "Trainer",
+    "callbacks",
     "seed_everything",
 ]

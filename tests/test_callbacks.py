@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from differential import CONTENDERS, Case, Flags, batches_of_this_rank, make_trainer, shared_directory
 from models import SomeRanks
-from pytorch_lightning import Callback, Trainer, callbacks, seed_everything
-from pytorch_lightning.loggers import CSVLogger
+from package import Callback, CSVLogger, Trainer, callbacks, seed_everything
 from ranks import Ranks
 from torch import Tensor
 
