@@ -13,6 +13,7 @@ import enum
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from adaptive_ddp.decision import Obstacle
@@ -58,8 +59,8 @@ class Finding(enum.Enum):
     ACCUMULATES = "static_graph=True fails with accumulate_grad_batches > 1"
     RETURNS_MORE = "static_graph=True may fail where training_step returns more tensors than the loss"
     INNER_BACKWARDS = (
-        "something other than a checkpoint runs a backward inside the backward or just before it (torch.autograd.grad),"
-        " with which static_graph=True may leave the ranks with different weights and say nothing"
+        "a backward runs inside the backward or just before it (torch.autograd.grad) that is not of a checkpoint in the"
+        " graph of the loss, with which static_graph=True may leave the ranks with different weights and say nothing"
     )
     ARGUMENTS = "static_graph=True has not been tried with the arguments that were given"
 
@@ -334,7 +335,7 @@ def written_arguments(given: Mapping[str, Any], *takers: Callable[..., Any]) -> 
 
 def _same(value: object, default: object) -> bool:
     # Only simple values: an array compares to an array.
-    return value is default or (_is_simple(value) and bool(value == default))
+    return value is default or ((_is_simple(value) or isinstance(value, timedelta)) and bool(value == default))
 
 
 def _is_simple(value: object) -> bool:

@@ -109,6 +109,14 @@ class LeavesOut(Branches):
         loss.backward(inputs=[p for name, p in self.named_parameters() if not name.startswith("branches.2.")])
 
 
+class OnlyAsks(LeavesOut):
+    """It asks for the gradient of what it leaves out, and accumulates none."""
+
+    def backward(self, loss: Tensor) -> None:
+        torch.autograd.grad(loss, list(self.branches[2].parameters()), retain_graph=True)
+        super().backward(loss)
+
+
 class ReturnsDict(models.CheckpointedBranches):
     """Returns its loss in a dictionary, alone or with another tensor."""
 
@@ -208,6 +216,9 @@ KINDS = {
     ),
     "in no last micro-batch": Kind(
         partial(Branches, InMicroBatch(0, 2, 0, 1)), FLAG, {Finding.SAME_UNUSED}, trainer=ACCUMULATED, batches=6
+    ),
+    "in the last micro-batch only": Kind(
+        partial(Branches, InMicroBatch(1, 2, 0, 1)), DDP, {Finding.ALL_USED}, trainer=ACCUMULATED, batches=6
     ),
     "asked for by torch.autograd.grad": Kind(
         partial(models.AsksFirst, models.never_last, True), FLAG, {Finding.SAME_UNUSED}, used_in=NEVER_2
@@ -499,6 +510,12 @@ def power_sgd() -> list[Any]:
 
 def verdict_of(kind: Kind) -> tuple[Verdict | None]:
     return (smoke_run(kind, fast_dev_run=STEPS)[0],)
+
+
+def test_what_torch_autograd_grad_is_asked_for_is_not_used(ranks: Ranks) -> None:
+    for (verdict,) in ranks(2).run(verdict_of, Kind(partial(OnlyAsks, models.all_used), ADAPTIVE, set())):
+        assert verdict.advice is ADAPTIVE
+        assert {parameter.name[:11] for parameter in verdict.unused} == {"branches.2."}
 
 
 def two_fits() -> tuple[list[Verdict | None], list[list[str]]]:
