@@ -13,17 +13,23 @@ from typing import Any
 import models
 import pytest
 import torch
-import torch.distributed as dist
 from differential import CONTENDERS, Case, Tracer, across_ranks, batches_of_this_rank, compare, make_trainer
 from models import Branches, InMicroBatch, LateEverywhere, OnlyOnce, SomeRanks
-from pytorch_lightning import Callback, LightningModule, Trainer, seed_everything
-from pytorch_lightning.callbacks import BackboneFinetuning, GradientAccumulationScheduler
-from pytorch_lightning.strategies import DDPStrategy
+from package import (
+    AdaptiveDDPStrategy,
+    BackboneFinetuning,
+    Callback,
+    DDPStrategy,
+    GradientAccumulationScheduler,
+    LightningModule,
+    Trainer,
+    seed_everything,
+)
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from adaptive_ddp import AdaptiveDDPStrategy, Advice, Finding, UnusedParametersError, Verdict
+from adaptive_ddp import Advice, Finding, UnusedParametersError, Verdict
 from adaptive_ddp.decision import Obstacle
 from adaptive_ddp.report import MAX_NAME_LINES
 from adaptive_ddp.verdict import BackwardRecord, ParameterUsage, RankRecord, StepRecord, judge, written_arguments
@@ -541,36 +547,6 @@ def test_nothing_is_left_of_it(ranks: Ranks) -> None:
         assert first is not None
         assert second is None
         assert hooked == [[], []]
-
-
-def verdict_under_lightning() -> tuple[Any, str]:
-    import lightning.pytorch as package
-    from lightning.pytorch.demos.boring_classes import BoringModel
-
-    import adaptive_ddp.lightning
-
-    strategy, printed = adaptive_ddp.lightning.AdaptiveDDPStrategy(), io.StringIO()
-    model = BoringModel()
-    model.unused = nn.Linear(2, 2)
-    with contextlib.redirect_stdout(printed), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = package.Trainer(
-            accelerator="cpu",
-            devices=dist.get_world_size(),
-            strategy=strategy,
-            fast_dev_run=2,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        trainer.fit(model)
-    return strategy.verdict, printed.getvalue()
-
-
-def test_under_the_package_lightning(ranks: Ranks) -> None:
-    (verdict, printed), (theirs, nothing) = ranks(2).run(verdict_under_lightning)
-    assert (theirs, printed, nothing) == (verdict, f"{verdict}\n", "")
-    assert verdict.advice is FLAG
-    assert [parameter.name for parameter in verdict.unused] == ["unused.weight", "unused.bias"]
 
 
 def made_verdict(**other: Any) -> Verdict:
