@@ -72,6 +72,8 @@ class SmokeRun:
         # What the current backward reached, and how often; what the current window brought a gradient.
         self._reached: Counter[int] = Counter()
         self._received: set[int] = set()
+        # What those before it in the window reached, each by itself.
+        self._reached_unsynchronised: list[frozenset[int]] = []
         self._begun = 0
         self._handles = [self._watch(place) for place in range(len(parameters))]
 
@@ -133,9 +135,13 @@ class SmokeRun:
         # This backward and the one that the count takes are not inside it.
         inner = backwards_begun() - self._begun - 2
         self._sat_out |= stands_in or not self._reached
-        if not synchronised:
-            return
         reached = frozenset(self._reached)
+        if not synchronised:
+            self._reached_unsynchronised.append(reached)
+            return
+        if any(not reached <= earlier for earlier in self._reached_unsynchronised):
+            self._findings.add(Finding.UNEVEN)
+        self._reached_unsynchronised.clear()
         in_graph = self._places_reached(loss)
         if inner and reached - in_graph:
             self._findings.add(Finding.REENTRANT)

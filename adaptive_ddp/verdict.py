@@ -36,6 +36,10 @@ class Finding(enum.Enum):
 
     ALL_USED = "every rank used every parameter in every backward"
     SAME_UNUSED = "each step left out the same parameters, in the same backwards, on every rank"
+    UNEVEN = (
+        "every rank used every parameter in every step, but not in each of its micro-batches, so a shorter accumulation"
+        " window, as at the end of an epoch, leaves some out"
+    )
     NO_STEP = "there was no step to judge from"
     SAT_OUT = "a rank sat a step out, which DDP ends with an error or a hang"
     SET_CHANGED = "the set of trainable parameters changed, and DDP never reduces what is unfrozen"
@@ -282,20 +286,21 @@ def _advise(
     if against := tuple(finding for finding in _AGAINST_DDP if finding in findings):
         return Advice.ADAPTIVE, against
     backwards = [backward for record in records for step in record.steps for backward in step.backwards]
-    if all(trained == backward.reached == backward.received for backward in backwards):
+    all_used = all(trained == backward.reached == backward.received for backward in backwards)
+    if all_used and Finding.UNEVEN not in findings:
         return Advice.DDP, (Finding.ALL_USED,)
     received = [[[backward.received for backward in step.backwards] for step in record.steps] for record in records]
     if against := tuple(_differences(received)):
         return Advice.ADAPTIVE, against
-    return _advise_on_unused(records, findings)
+    return _advise_on_unused(records, findings, Finding.UNEVEN if all_used else Finding.SAME_UNUSED)
 
 
 def _advise_on_unused(
-    records: Sequence[RankRecord], findings: frozenset[Finding]
+    records: Sequence[RankRecord], findings: frozenset[Finding], reason: Finding
 ) -> tuple[Advice, tuple[Finding, ...]]:
-    """The advice where every rank left out the same parameters in every step."""
+    """The advice where every rank left out the same parameters in every step, or in its micro-batches."""
     if not findings & {Finding.REENTRANT, Finding.UNFORESEEN}:
-        return Advice.FLAG, (Finding.SAME_UNUSED,)
+        return Advice.FLAG, (reason,)
     if Finding.REENTRANT not in findings:
         return Advice.ADAPTIVE, (Finding.UNFORESEEN,)
     if len(records[0].steps) < 2:
@@ -305,7 +310,7 @@ def _advise_on_unused(
         return Advice.ADAPTIVE, (Finding.REENTRANT, *against)
     if against := tuple(finding for finding in _AGAINST_STATIC_GRAPH if finding in findings):
         return Advice.ADAPTIVE, (Finding.REENTRANT, *against)
-    return Advice.STATIC_GRAPH, (Finding.SAME_UNUSED, Finding.REENTRANT)
+    return Advice.STATIC_GRAPH, (reason, Finding.REENTRANT)
 
 
 def _differences(steps_by_rank: Sequence[Sequence[object]]) -> Iterable[Finding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import warnings
 from pathlib import Path
@@ -26,6 +27,8 @@ def blocks(page: Path, language: str) -> list[str]:
 def run_example(code: str) -> tuple[str, list[str]]:
     """Run a page's example as one of its ranks; return what it prints, and what the strategy warns of."""
     printed = io.StringIO()
+    # Left by another test in the same process; Lightning's sampler would shuffle by it.
+    os.environ.pop("PL_GLOBAL_SEED", None)
     with contextlib.redirect_stdout(printed), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         exec(compile(code, "the example", "exec"), {"__name__": "__main__"})

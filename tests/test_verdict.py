@@ -224,7 +224,7 @@ KINDS = {
         partial(Branches, InMicroBatch(0, 2, 0, 1)), FLAG, {Finding.SAME_UNUSED}, trainer=ACCUMULATED, batches=6
     ),
     "in the last micro-batch only": Kind(
-        partial(Branches, InMicroBatch(1, 2, 0, 1)), DDP, {Finding.ALL_USED}, trainer=ACCUMULATED, batches=6
+        partial(Branches, InMicroBatch(1, 2, 0, 1)), FLAG, {Finding.UNEVEN}, trainer=ACCUMULATED, batches=6
     ),
     "asked for by torch.autograd.grad": Kind(
         partial(models.AsksFirst, models.never_last, True), FLAG, {Finding.SAME_UNUSED}, used_in=NEVER_2
