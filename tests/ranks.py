@@ -7,6 +7,7 @@ a fresh one.
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import multiprocessing as mp
 import os
@@ -75,7 +76,7 @@ class RankGroup:
                 try:
                     succeeded, value = connection.recv()
                 except (EOFError, OSError):
-                    succeeded, value = False, "the process ended"
+                    succeeded, value = False, self._how_it_ended(rank)
                 (results if succeeded else errors)[rank] = value
                 if not succeeded:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
@@ -84,6 +85,11 @@ class RankGroup:
         self.kill()
         errors.update({rank: f"no answer within {bound_s} s" for rank in waiting.values() if not errors})
         raise RankError("\n".join(f"--- rank {rank} of {self.world_size}\n{text}" for rank, text in errors.items()))
+
+    def _how_it_ended(self, rank: int) -> str:
+        # A negative status is the number of the signal, which tells a crash from a kill.
+        self._processes[rank].join(1)
+        return f"the process ended with status {self._processes[rank].exitcode}"
 
     @property
     def is_alive(self) -> bool:
@@ -120,6 +126,8 @@ class Ranks:
 def _serve(rank: int, world_size: int, package: str, store: str, connection: Connection) -> None:
     # Before any test is imported here.
     os.environ[TESTED_PACKAGE] = package
+    # A crash in C++ then says where in Python it came from.
+    faulthandler.enable()
     torch.set_num_threads(1)
     os.environ.update(
         GLOO_SOCKET_IFNAME="lo",
