@@ -182,7 +182,8 @@ def _explain(error: Exception) -> _End:
     # The second is how Lightning words the first.
     if "Expected to have finished reduction" in text or "not used in producing the loss" in text:
         return _End("reduction error")
-    if "timed out" in text.lower() or "closed by peer" in text:
+    # Gloo's words for a rank that does not come, and for one that is gone, which depend on what was under way.
+    if any(words in text.lower() for words in ("timed out", "closed by peer", "reset by peer", "broken pipe")):
         return _End("hang, waiting for another rank")
     return _End(type(error).__name__, details="".join(traceback.format_exception(error)))
 

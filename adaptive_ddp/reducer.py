@@ -9,7 +9,7 @@ business (``strategy.py``). It must be called after every backward that was to b
 collective of this rank.
 
 This is the only file of the package that touches torch's private API, and it imports torch alone. What it uses, with
-the file of torch that defines it (read and run with torch 2.13.0):
+the file of torch that defines it (read in torch 2.13.0; run with 2.12.0, 2.13.0 and 2.14.1):
 
 * ``Reducer._check_reducer_finalized``: returns at once when the reduction finished, raises the reduction error when it
   did not (``torch/csrc/distributed/c10d/reducer.cpp``, ``ensure_prior_reduction_finished``). The error's text lists the
@@ -51,7 +51,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-CHECKED_TORCH_VERSIONS = ("2.13.0",)
+CHECKED_TORCH_VERSIONS = ("2.12.0", "2.13.0", "2.14.1")
 
 _PRIVATE_CALLS = (
     (DistributedDataParallel, "_build_params_for_reducer"),

@@ -170,7 +170,7 @@ TRIGGERS = {
     "DDP expects same model across all ranks": other_model,
     "element 0 of tensors does not require grad and does not have a grad_fn": no_graph,
     "Timed out waiting … for … operation to complete": time_out,
-    "Connection closed by peer": closed,
+    "Connection … by peer": closed,
 }
 
 
