@@ -33,7 +33,7 @@ from adaptive_ddp.graph import Landmarks, reached_landmarks, tensors_in
 from adaptive_ddp.notices import Fallback, Notices, OnUnused, keep_scaler_content, refuse_arguments, refuse_choices
 from adaptive_ddp.reducer import at_end_of_backward, rebuild_reducer, require_private_api
 from adaptive_ddp.report import SIT_OUT_OF_A_LOOP, UnusedParametersError, describe_added
-from adaptive_ddp.run import Run
+from adaptive_ddp.run import Aftermath, Run
 
 if TYPE_CHECKING:
     from lightning_fabric.strategies.ddp import DDPStrategy as _DDPStrategy
@@ -296,7 +296,7 @@ class FabricAdaptiveDDPMixin(_DDPStrategy):
     def _after_backward(self, model: _Model, loss: Tensor) -> Decision | None:
         model.steps += 1
         model.forward = None
-        aftermath = model.run.after_backward(loss, model.steps)
+        aftermath = model.run.after_backward(loss, lambda: model.steps) or Aftermath()
         if len(self._models) > 1:
             name = type(model.ddp.module).__name__
             model.notices.of = f"Model {model.place + 1} of {len(self._models)} that were set up ({name}): "

@@ -203,7 +203,14 @@ class Reduction:
         if expected and loss.grad_fn is not None:
             self._early = _EarlyFiring(self, loss, expected, is_used)
 
-    def finish(self, is_used: Callable[[int], bool], *, wakes: bool = True, within_backward: bool = False) -> Finished:
+    def finish(
+        self,
+        is_used: Callable[[int], bool],
+        *,
+        wakes: bool = True,
+        within_backward: bool = False,
+        before_firing: Callable[[], None] | None = None,
+    ) -> Finished:
         """Fire the hooks that this rank's backward did not fire, and so finish the reduction.
 
         Call it right after a synchronised backward, on every rank, before any other collective. A rank with nothing
@@ -218,6 +225,8 @@ class Reduction:
                 for a wrapper with ``find_unused_parameters=True``, which may have that parameter down as unused.
             within_backward: it is called at the end of the backward, from :func:`at_end_of_backward`. Then it waits for
                 nothing; the reduction is complete when that backward returns.
+            before_firing: called if something is missing, before the hook that completes this rank's part of the
+                reduction is fired, and so before the reduction is complete on any rank. Not with a single parameter.
 
         Raises:
             RuntimeError: if the process group fails (a rank died, a time-out), or torch reports the missing parameters
@@ -242,6 +251,8 @@ class Reduction:
                 if not used:
                     unused[self._canary] = gradient
                 missing = self.missing()
+        if missing and before_firing is not None:
+            before_firing()
         while missing:
             for index in missing:
                 used = is_used(index)
@@ -531,6 +542,11 @@ def at_end_of_backward(loss: Tensor, callback: Callable[[], None]) -> RemovableH
 
     handle: RemovableHandle = loss.register_hook(queue)  # type: ignore[no-untyped-call]
     return handle
+
+
+def has_comm_hook(ddp: DistributedDataParallel) -> bool:
+    """Whether a communication hook written in Python is registered on the wrapper."""
+    return bool(ddp._comm_hooks)
 
 
 def uses_power_sgd(ddp: DistributedDataParallel) -> bool:

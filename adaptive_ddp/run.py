@@ -11,7 +11,7 @@ what there is to say to the user. Imports no Lightning.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -21,13 +21,34 @@ from torch.nn.parallel import DistributedDataParallel
 
 from adaptive_ddp.decision import Decision, Obstacle, State, decide
 from adaptive_ddp.graph import BlindForwards, reached_parameters, reaches_any, touch
-from adaptive_ddp.reducer import Finished, Reduction, gradient_or_zeros, sparse_parameters, uses_power_sgd
+from adaptive_ddp.reducer import (
+    Finished,
+    Reduction,
+    gradient_or_zeros,
+    has_comm_hook,
+    sparse_parameters,
+    uses_power_sgd,
+)
 from adaptive_ddp.report import describe_split
-from adaptive_ddp.tally import Exchange, PostedMap, PostedTally
+from adaptive_ddp.tally import Exchange, HeadCount, PostedMap, PostedTally
 from adaptive_ddp.trainable import TrainableSet
 from adaptive_ddp.window import AccumulationWindow
 
 T = TypeVar("T")
+
+# The first backwards of a wrapper end in a tally each. Once so many have, one in so many is enough for ranks that use
+# everything, since those that do not finish their reductions without being told of each other.
+TALLIES_AT_FIRST = 100
+BACKWARDS_BETWEEN_TALLIES = 16
+
+
+@dataclass(frozen=True)
+class _Untold:
+    """What went unused on this rank since the last tally, and in which step first."""
+
+    number: int
+    unused: frozenset[int]
+    hides_parameters: bool
 
 
 @dataclass
@@ -42,6 +63,12 @@ class _Step:
     hides_parameters: bool = False
     # Its tally tells whether the usage map exchanged last still holds.
     relies_on_agreement: bool = False
+
+    def tell(self, untold: _Untold) -> None:
+        """Let this step stand for those that ended in no tally too."""
+        self.number = untold.number
+        self.unused = self.unused or dict.fromkeys(untold.unused)
+        self.hides_parameters |= untold.hides_parameters
 
 
 @dataclass(frozen=True)
@@ -132,6 +159,16 @@ class Run:
         self._expected: set[int] = set()
         self._may_fire_early = False
         self._blind_forwards = BlindForwards(ddp.module)
+        # The synchronised backwards so far, the current one left out.
+        self._backwards = 0
+        # Every one of them ended in a tally.
+        self._is_new = True
+        # Whether the current one ends in one, on all ranks. If not, there is a head count.
+        self._has_tally = True
+        self._head_count: HeadCount | None = None
+        self._untold: _Untold | None = None
+        # Since the last tally the set of trainable parameters changed on this rank, and not on all.
+        self._has_split = False
         # What the current call has for its caller.
         self._news: Decision | None = None
         self._set_changed = False
@@ -220,6 +257,8 @@ class Run:
         """
         synchronised: bool = self._ddp.require_backward_grad_sync
         self.is_within_window = not synchronised
+        if synchronised and (self.change_seen or self._barren):
+            self._join_head_count()
         if self._ddp.find_unused_parameters:
             return synchronised
         if self.state is State.PROBE:
@@ -244,11 +283,22 @@ class Run:
         if self._ddp.find_unused_parameters:
             self.reduction.finish(is_used=lambda index: True, wakes=False, within_backward=True)
         else:
-            self._finished = self.reduction.finish(is_used=self._window.received, within_backward=True)
+            self._finished = self.reduction.finish(
+                is_used=self._window.received, within_backward=True, before_firing=self._join_head_count
+            )
+
+    def _join_head_count(self) -> None:
+        """Have this rank counted among those that have something to agree on, if no tally will tell."""
+        if not self._has_tally:
+            assert self._head_count is not None
+            self._head_count.join(self._backwards)
+
+    def _has_joined_head_count(self) -> bool:
+        return self._head_count is not None and self._head_count.has_joined(self._backwards)
 
     # -- after it -----------------------------------------------------------------------------------------------------
 
-    def after_backward(self, loss: Tensor, step_number: int) -> Aftermath:
+    def after_backward(self, loss: Tensor, step_number: Callable[[], int]) -> Aftermath | None:
         """Finish the reduction on this rank, and agree with the others on what was unused.
 
         Every rank runs the same collectives here: the branches depend on tallies that all ranks have read, or, where
@@ -256,38 +306,115 @@ class Run:
 
         Args:
             loss: the root of this rank's backward.
-            step_number: the optimizer step that it belongs to, counted from 1, for the decision.
+            step_number: gives the optimizer step that it belongs to, counted from 1, for the decision.
+
+        Returns:
+            None if there is nothing to tell and nothing to do, as in nearly every step.
 
         Raises:
             RuntimeError: on every rank, if the set of trainable parameters changed differently across ranks; or if the
                 process group fails.
         """
         self._news = None
-        self._set_changed = False
         unused, missing = self._finish_reduction()
-        is_ordinary = not (missing or unused or self.stands_in or self.change_seen or self._outside)
-        if not is_ordinary or self.state is State.PROBE or self._reads_at_once:
-            return self._agree(loss, step_number, unused, missing)
-        # Nearly every step of nearly every run ends here, and shorter.
-        self._open(_Step(step_number, self._exchange.post(waiting=False, differing=False, changed=False)))
+        aftermath: Aftermath | None = None
+        if self._has_tally:
+            is_ordinary = not (missing or unused or self.stands_in or self.change_seen or self._outside)
+            is_told = self._untold is None and not self._has_split
+            if not (is_ordinary and is_told) or self.state is State.PROBE or self._reads_at_once:
+                aftermath = self._agree(loss, step_number(), unused, missing)
+            else:
+                self._open(_Step(step_number(), self._exchange.post(waiting=False, differing=False, changed=False)))
+        elif self._has_joined_head_count():
+            assert self._head_count is not None
+            if self._head_count.read(self._backwards) == self._exchange.world_size:
+                aftermath = self._agree(loss, step_number(), unused, missing)
+            else:
+                aftermath = self._put_off(loss, step_number(), unused, missing)
+        else:
+            if self._open_step is not None:
+                self._open(None)
+            if self.stands_in:
+                # Under the flag there is nothing to agree on.
+                aftermath = Aftermath(sat_out=True)
+        if aftermath is None:
+            # Nearly every step of nearly every run comes by here.
+            if self._undecided is not None:
+                self._decide(*self._undecided, loss, missing)
+            if self._news is not None:
+                aftermath = Aftermath(decision=self._news)
+        self._backwards += 1
+        self._schedule_tally()
+        return aftermath
+
+    def _schedule_tally(self) -> None:
+        """Settle whether the next synchronised backward is to end in a tally; from what all ranks know."""
+        if self._is_new and self._backwards >= TALLIES_AT_FIRST and self.state in (State.WATCH, State.ON):
+            self._is_new = False
+            if self._can_do_with_few_tallies():
+                self._head_count = self._exchange.open_head_count(self.reduction.device)
+        self._has_tally = (
+            self._head_count is None
+            or self._backwards % BACKWARDS_BETWEEN_TALLIES == 0
+            # An agreed set is good for a step only if nobody's differs in it.
+            or self.state is State.FINISH
+            or self._undecided is not None
+            or bool(self._outside)
+            or self.rewrap_with_flag is not None
+        )
+
+    def _can_do_with_few_tallies(self) -> bool:
+        return (
+            not self._reads_at_once
+            # Its only hook completes the reduction, so that it shows too late that it was missing.
+            and len(self.reduction.parameters) > 1
+            # A communication hook need not have the ranks wait for each other.
+            and not has_comm_hook(self._ddp)
+        )
+
+    def _put_off(
+        self, loss: Tensor, step_number: int, unused: dict[int, Tensor | None], missing: frozenset[int]
+    ) -> Aftermath:
+        """Keep for the next tally what some ranks know nothing of. Their gradients are right without it."""
+        changed, self.change_seen = self.change_seen, False
+        sat_out = self._sits_out(missing)
+        self._has_split |= changed
+        if unused and not sat_out and self.state is State.WATCH:
+            hides = self._hides_parameters(loss, missing)
+            untold = self._untold or _Untold(step_number, frozenset(), hides_parameters=False)
+            self._untold = _Untold(untold.number, untold.unused.union(unused), untold.hides_parameters or hides)
+        self._open(None)
         if self._undecided is not None:
             self._decide(*self._undecided, loss, missing)
-        return Aftermath(decision=self._news)
+        return Aftermath(sat_out=sat_out, change_seen=changed, decision=self._news)
+
+    def _sits_out(self, missing: frozenset[int]) -> bool:
+        return self.stands_in or len(missing) == len(self.reduction.parameters)
 
     def _agree(
         self, loss: Tensor, step_number: int, unused: dict[int, Tensor | None], missing: frozenset[int]
     ) -> Aftermath:
         """Do what there is to do together in a step in which something is out of the ordinary on this rank."""
+        self._set_changed = False
         changed, self.change_seen = self.change_seen, False
-        sat_out = self.stands_in or len(missing) == len(self.reduction.parameters)
-        waiting = bool(unused) or sat_out or changed
+        sat_out = self._sits_out(missing)
+        # After a split, of which all ranks learn from this tally, there is nothing to agree on any more.
+        waiting = (bool(unused) or sat_out or changed) and not self._has_split
         relies = self.state is State.FINISH
         # Before a decision, a rank that sits out is no reason to take one.
         differs = unused.keys() != self._agreement.here if relies else bool(unused) and not sat_out
-        tally = self._exchange.post(waiting=waiting, differing=differs, changed=changed)
+        untold = None
+        # A map is of one step, and the one that gradients are given back by is that of the current one.
+        if not sat_out and (unused or not waiting):
+            untold, self._untold = self._untold, None
+        tally = self._exchange.post(
+            waiting=waiting, differing=differs or untold is not None, changed=changed or self._has_split
+        )
         decides = self.state in (State.PROBE, State.WATCH)
         hides = decides and bool(unused) and self._hides_parameters(loss, missing)
         step = _Step(step_number, tally, unused, hides, relies)
+        if untold is not None:
+            step.tell(untold)
         self._open(step)
         if self._undecided is not None:
             self._decide(*self._undecided, loss, missing)
@@ -304,7 +431,7 @@ class Run:
             return {}, frozenset()
         finished, self._finished = self._finished, None
         if finished is None:
-            finished = self.reduction.finish(is_used=self._window.received)
+            finished = self.reduction.finish(is_used=self._window.received, before_firing=self._join_head_count)
         unused = finished.unused
         if not self._window.is_open and not finished.missing:
             return unused, finished.missing
@@ -352,14 +479,25 @@ class Run:
         if count.differing and self.state is State.WATCH and self._undecided is None:
             self._undecided = step, self._missed_by(step)
 
-    def conclude(self) -> Decision | None:
-        """Read the last step's tally, which no later step will read; on every rank, when there is no later step.
+    def conclude(self, step_number: int) -> Decision | None:
+        """Read the last tally, which no later step will read; on every rank, when there is no later step.
+
+        Args:
+            step_number: the last step, counted as in :meth:`after_backward`.
 
         Returns:
             What was decided from it, if anything was.
         """
         self._news = None
         self._open(None)
+        if self._head_count is not None:
+            untold, self._untold = self._untold, None
+            tally = self._exchange.post(waiting=False, differing=untold is not None, changed=self._has_split)
+            step = _Step(step_number, tally)
+            if untold is not None:
+                step.tell(untold)
+            self._open(step)
+            self._open(None)
         if self._undecided is not None:
             self._decide(*self._undecided, None, frozenset())
         return self._news
@@ -417,8 +555,10 @@ class Run:
             if self._reads_at_once and any(missed_by):
                 missing_by_rank = self._exchange.gather(frozenset() if sat_out else frozenset(step.unused))
         self._undecided = None
+        # Once not every step ends in a tally, the step of this rank need not be that in which it began.
+        number = step.number if self._head_count is None else -self._exchange.highest(-step.number)
         self._news = decide(
-            step=step.number,
+            step=number,
             world_size=self._exchange.world_size,
             names=self.reduction.names,
             numels=[parameter.numel() for parameter in self.reduction.parameters],
@@ -430,6 +570,8 @@ class Run:
         self.state = self._news.state
         if self.state is State.ON:
             self.rewrap_with_flag = True
+        if self.state is not State.WATCH:
+            self._untold = None
         # A reentrant checkpoint's graph is not in that of the loss, so there is no telling what it will reach.
         self._may_fire_early = Obstacle.REENTRANT not in obstacles
 

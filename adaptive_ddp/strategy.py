@@ -14,8 +14,7 @@ of either (see ``pytorch_lightning.py``).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -148,41 +147,47 @@ class AdaptiveDDPMixin(_DDPStrategy):
             return super().training_step(*args, **kwargs)
         run.stands_in = False
         run.note_frozen()
-        with self._mended_step(run) if self._is_automatic else nullcontext():
+        if self._is_automatic:
+            restore = self._shadow_training_step(run)
+            try:
+                output = super().training_step(*args, **kwargs)
+            finally:
+                restore()
+        else:
             output = super().training_step(*args, **kwargs)
         if self._smoke is not None:
             self._smoke.note_output(output)
         self._rewrap_if_due()
         return output
 
-    @contextmanager
-    def _mended_step(self, run: Run) -> Iterator[None]:
+    def _shadow_training_step(self, run: Run) -> Callable[[], None]:
         """Have the module's ``training_step`` return a loss that DDP can run on, from within the wrapped forward.
 
         The flag's graph walk starts from what the wrapped forward returns. Lightning redirects ``forward`` to
         ``training_step`` by shadowing the method on the instance in the same way.
+
+        Returns:
+            What makes it as it was, if called before the step or after it.
         """
         module = self.lightning_module
         assert module is not None
-        shadowed = module.__dict__.get("training_step")
+        attributes = module.__dict__
+        shadowed = attributes.get("training_step")
         original = module.training_step
 
         def restore() -> None:
             if shadowed is None:
-                module.__dict__.pop("training_step", None)
+                attributes.pop("training_step", None)
             else:
-                module.__dict__["training_step"] = shadowed
+                attributes["training_step"] = shadowed
 
         def training_step(*args: Any, **kwargs: Any) -> Any:
             # First, since the step may copy or save the module.
             restore()
             return self._mend(run, original(*args, **kwargs))
 
-        module.__dict__["training_step"] = training_step
-        try:
-            yield
-        finally:
-            restore()
+        attributes["training_step"] = training_step
+        return restore
 
     def _mend(self, run: Run, output: Any) -> Any:
         """Replace a missing loss; under the flag, add a touch of every parameter to one that reaches none."""
@@ -203,7 +208,7 @@ class AdaptiveDDPMixin(_DDPStrategy):
         return zero
 
     def _warn_of_sit_out(self) -> None:
-        self._notices.sat_out(rank=self.global_rank, step=self._step_number, reason=SIT_OUT_OF_A_FIT)
+        self._notices.sat_out(rank=self.global_rank, step=self._get_step_number(), reason=SIT_OUT_OF_A_FIT)
 
     # -- its backward -------------------------------------------------------------------------------------------------
 
@@ -244,15 +249,16 @@ class AdaptiveDDPMixin(_DDPStrategy):
         return loss + self._stand_in(run) if run.reaches_nothing(loss) else loss
 
     def _after_backward(self, run: Run, loss: Tensor) -> None:
-        aftermath = run.after_backward(loss, self._step_number)
-        self._announce(aftermath.decision)
-        if aftermath.sat_out:
-            if not run.stands_in and not aftermath.change_seen:
-                self._warn_of_sit_out()
-            keep_scaler_content(self.precision_plugin, run.reduction)
-        if aftermath.set_changed:
-            self._notices.changes += 1
-        if self._is_automatic:
+        aftermath = run.after_backward(loss, self._get_step_number)
+        if aftermath is not None:
+            self._announce(aftermath.decision)
+            if aftermath.sat_out:
+                if not run.stands_in and not aftermath.change_seen:
+                    self._warn_of_sit_out()
+                keep_scaler_content(self.precision_plugin, run.reduction)
+            if aftermath.set_changed:
+                self._notices.changes += 1
+        if run.rewrap_with_flag is not None and self._is_automatic:
             self._rewrap_if_due()
 
     def _announce(self, decision: Decision | None) -> None:
@@ -294,7 +300,7 @@ class AdaptiveDDPMixin(_DDPStrategy):
         self._begin(State.ON if flag else State.PROBE)
         if not flag:
             seconds = time.perf_counter() - began
-            self._notices.rewrapped(seconds, step=self._step_number, is_global_zero=self.is_global_zero)
+            self._notices.rewrapped(seconds, step=self._get_step_number(), is_global_zero=self.is_global_zero)
 
     # -- a fit ends ---------------------------------------------------------------------------------------------------
 
@@ -305,7 +311,7 @@ class AdaptiveDDPMixin(_DDPStrategy):
         run = self._run
         if run is None:
             return
-        self._announce(run.conclude())
+        self._announce(run.conclude(self._get_step_number() - 1))
         self._conclude_smoke_run()
         self._rewrap_if_due()
 
@@ -357,7 +363,6 @@ class AdaptiveDDPMixin(_DDPStrategy):
         assert self.lightning_module is not None
         return self.lightning_module.automatic_optimization
 
-    @property
-    def _step_number(self) -> int:
+    def _get_step_number(self) -> int:
         assert self.lightning_module is not None
         return self.lightning_module.trainer.global_step + 1

@@ -1,8 +1,8 @@
-"""What the ranks tell each other: the tally and the usage map.
+"""What the ranks tell each other: the tally, the usage map, and the head count.
 
 Promise: a rank never waits here for anything but what every other rank contributes to in the same backward, and what
-crosses the network is one integer a step, and one integer a parameter in the few steps in which what is missing on
-every rank has changed or a decision is taken. Neither grows with the number of ranks.
+crosses the network is at most one integer a step, and one integer a parameter in the few steps in which what is missing
+on every rank has changed or a decision is taken. Neither grows with the number of ranks.
 
 Limits: all ranks must post the same tallies in the same order, each after the reduction of its backward has been
 finished (``reducer.py``): on the same process group, a collective of ours before that would meet another rank's
@@ -11,6 +11,7 @@ bucket. Imports torch.distributed alone.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +24,9 @@ T = TypeVar("T")
 # A tally carries three counts in one integer. A sum over fewer than 2**20 ranks does not carry over.
 _BITS = 20
 _MASK = (1 << _BITS) - 1
+
+# Higher than any time.
+_NO_STORE = (1 << 63) - 1
 
 
 class Count(NamedTuple):
@@ -118,6 +122,64 @@ class PostedMap:
         return result
 
 
+class HeadCount:
+    """How many ranks have something to agree on in a step that ends in no tally.
+
+    It is kept in the process group's store. A rank that has something counts itself before its part of the reduction is
+    complete, and reads the count when the reduction is. For that every rank has contributed its part, so all who will
+    count themselves have, and all who read the count read the same. The others do nothing and wait for nothing.
+
+    Args:
+        store: the process group's store.
+        name: of this count; the same on every rank and used for no other in this store.
+        device: where the reduction takes place.
+    """
+
+    def __init__(self, store: Any, name: str, device: torch.device) -> None:
+        self._store = store
+        self._name = name
+        self._device = device
+        self._joined: str | None = None
+        self._read: str | None = None
+
+    def has_joined(self, step: int) -> bool:
+        """Whether this rank has counted itself in this step."""
+        return self._joined == self._key(step)
+
+    def join(self, step: int) -> None:
+        """Count this rank in, once; before its part of the reduction is complete.
+
+        Args:
+            step: the number of the step, which all ranks count alike.
+
+        Raises:
+            RuntimeError: if the store cannot be reached.
+        """
+        if not self.has_joined(step):
+            self._joined = self._key(step)
+            self._store.add(self._joined, 1)
+
+    def read(self, step: int) -> int:
+        """The number of ranks that counted themselves; on one that did, after the reduction.
+
+        Raises:
+            RuntimeError: if the store cannot be reached.
+        """
+        if self._device.type != "cpu":
+            # The backward has returned when the reduction is queued; now it is to be complete.
+            torch.accelerator.synchronize(self._device)
+        key = self._key(step)
+        count: int = self._store.add(key, 0)
+        if self._read is not None:
+            # Every rank has contributed to this step, and so is done with earlier ones.
+            self._store.delete_key(self._read)
+        self._read = key
+        return count
+
+    def _key(self, step: int) -> str:
+        return f"{self._name}/{step}"
+
+
 class Exchange:
     """The channel between the ranks of one wrapper.
 
@@ -158,6 +220,28 @@ class Exchange:
         # What torch.distributed.all_reduce calls in the end, in a third less time.
         work = self._group.allreduce(value)
         return PostedTally(value, work) if self._stream is None else PostedCudaTally(value, work, self._stream)
+
+    def open_head_count(self, device: torch.device) -> HeadCount | None:
+        """Start a head count. A collective, to be entered by every rank.
+
+        Args:
+            device: where the reduction takes place.
+
+        Returns:
+            None, on every rank, if some rank has no store to keep it in.
+        """
+        store: Any | None = self._group.get_group_store()
+        # A name that no count of an earlier wrapper had.
+        number = self.highest(time.time_ns() if store is not None else _NO_STORE)
+        if store is None or number == _NO_STORE:
+            return None
+        return HeadCount(store, f"adaptive_ddp/{number}", device)
+
+    def highest(self, number: int) -> int:
+        """The highest of the ranks' numbers. A collective, to be entered by every rank."""
+        value = torch.tensor([number], dtype=torch.int64, device=self._device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._group)
+        return int(value.item())
 
     def count(self, indices: Iterable[int], size: int) -> list[int]:
         """Exchange a map of one count a parameter. A collective, to be entered by every rank.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from models import WIDTH
@@ -17,7 +19,7 @@ from package import AdaptiveDDPStrategy, Callback, DDPStrategy, LightningModule,
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from adaptive_ddp import Decision, UnusedParametersWarning
+from adaptive_ddp import Decision, UnusedParametersWarning, run
 
 CONTENDERS: dict[str, Callable[..., DDPStrategy]] = {
     "adaptive": AdaptiveDDPStrategy,
@@ -101,6 +103,16 @@ def shared_directory() -> Path:
     name = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
     dist.broadcast_object_list(name, 0)
     return Path(name[0])
+
+
+@contextmanager
+def few_tallies(backwards_between: int | None, *, at_first: int = 1) -> Iterator[None]:
+    """Have runs of this process go over to fewer tallies early; on all ranks alike."""
+    with pytest.MonkeyPatch.context() as patch:
+        if backwards_between is not None:
+            patch.setattr(run, "TALLIES_AT_FIRST", at_first)
+            patch.setattr(run, "BACKWARDS_BETWEEN_TALLIES", backwards_between)
+        yield
 
 
 def make_trainer(strategy: Any, callbacks: list[Callback] | None = None, **kwargs: Any) -> Trainer:

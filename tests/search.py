@@ -28,7 +28,7 @@ from typing import Any
 import hypothesis.strategies as st
 import torch
 import torch.distributed as dist
-from differential import Tracer, across_ranks, compare, make_trainer
+from differential import Tracer, across_ranks, compare, few_tallies, make_trainer
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from oracle import OracleStrategy
 from package import AdaptiveDDPStrategy, DDPStrategy, LightningModule
@@ -121,6 +121,8 @@ class SearchCase(_Literal):
         fallback: the strategy's argument.
         zero_grad: what happens to gradients between steps: "to None", "to zero" or "never".
         bucket_bytes: the capacity of a bucket, or None for DDP's own.
+        backwards_between_tallies: from the second synchronised backward on, a tally in every so many; None for as many
+            as ever.
     """
 
     layers: tuple[str, ...]
@@ -137,6 +139,7 @@ class SearchCase(_Literal):
     zero_grad: str = "to None"
     gradient_as_bucket_view: bool = False
     bucket_bytes: int | None = None
+    backwards_between_tallies: int | None = None
 
     # -- what happens in it
 
@@ -375,7 +378,8 @@ class Outcome:
 
 def run_search_case(case: SearchCase) -> Outcome:
     """Train a case under the strategy and its references on this rank; say where they differ."""
-    ours, decision = _train(case, AdaptiveDDPStrategy(fallback=case.fallback, **_ddp_options(case)))
+    with few_tallies(case.backwards_between_tallies):
+        ours, decision = _train(case, AdaptiveDDPStrategy(fallback=case.fallback, **_ddp_options(case)))
     differences = across_ranks(ours.trace)
     references: dict[str, DDPStrategy] = {"oracle": SparseOracle(broadcast_buffers=True)}
     if case.flag_serves:
@@ -454,6 +458,7 @@ def cases(draw: st.DrawFn, without: Without = Without()) -> SearchCase:
         zero_grad=draw(st.sampled_from(["to None", "to None", "to zero", "never"])),
         gradient_as_bucket_view=draw(_one_in(3)),
         bucket_bytes=draw(st.sampled_from([None, 1, 40])),
+        backwards_between_tallies=draw(st.sampled_from([None, 2, 3, 100])),
     )
     # A checkpoint that the anchor is alone in stays as it is.
     uses = [use for use in range(len(case.uses)) if use > 0 or not case.is_checkpointed]
@@ -655,6 +660,7 @@ def kinds(case: SearchCase, outcome: Outcome) -> set[str]:
         "freezing": case.changes,
         "fallback finish": case.fallback == "finish",
         "bucket views": case.gradient_as_bucket_view,
+        "few tallies": case.backwards_between_tallies is not None,
         "also against the flag": case.flag_serves,
         "decision checked": case.expected_decision() is not None,
     }

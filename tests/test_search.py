@@ -38,6 +38,7 @@ SHARES = {
     "sparse": 4,
     "checkpointed": 4,
     "accumulating": 20,
+    "few tallies": 40,
     "also against the flag": 5,
     "decision checked": 20,
 }
