@@ -228,9 +228,11 @@ class Exchange:
             device: where the reduction takes place.
 
         Returns:
-            None, on every rank, if some rank has no store to keep it in.
+            None, on every rank, if some rank has no store to keep it in, or a torch that does not give it out
+            (``torch/csrc/distributed/c10d/init.cpp``, ``get_group_store``; run with torch 2.13.0).
         """
-        store: Any | None = self._group.get_group_store()
+        get_store = getattr(self._group, "get_group_store", None)
+        store: Any | None = None if get_store is None else get_store()
         # A name that no count of an earlier wrapper had.
         number = self.highest(time.time_ns() if store is not None else _NO_STORE)
         if store is None or number == _NO_STORE:
