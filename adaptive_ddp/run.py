@@ -332,8 +332,7 @@ class Run:
             else:
                 aftermath = self._put_off(loss, step_number(), unused, missing)
         else:
-            if self._open_step is not None:
-                self._open(None)
+            self._open(None)
             if self.stands_in:
                 # Under the flag there is nothing to agree on.
                 aftermath = Aftermath(sat_out=True)

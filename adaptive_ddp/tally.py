@@ -139,12 +139,13 @@ class HeadCount:
         self._store = store
         self._name = name
         self._device = device
-        self._joined: str | None = None
-        self._read: str | None = None
+        # The last step in which this rank counted itself, and the last whose count it read.
+        self._joined: int | None = None
+        self._read: int | None = None
 
     def has_joined(self, step: int) -> bool:
         """Whether this rank has counted itself in this step."""
-        return self._joined == self._key(step)
+        return self._joined == step
 
     def join(self, step: int) -> None:
         """Count this rank in, once; before its part of the reduction is complete.
@@ -156,8 +157,8 @@ class HeadCount:
             RuntimeError: if the store cannot be reached.
         """
         if not self.has_joined(step):
-            self._joined = self._key(step)
-            self._store.add(self._joined, 1)
+            self._joined = step
+            self._store.add(self._key(step), 1)
 
     def read(self, step: int) -> int:
         """The number of ranks that counted themselves; on one that did, after the reduction.
@@ -168,12 +169,11 @@ class HeadCount:
         if self._device.type != "cpu":
             # The backward has returned when the reduction is queued; now it is to be complete.
             torch.accelerator.synchronize(self._device)
-        key = self._key(step)
-        count: int = self._store.add(key, 0)
+        count: int = self._store.add(self._key(step), 0)
         if self._read is not None:
             # Every rank has contributed to this step, and so is done with earlier ones.
-            self._store.delete_key(self._read)
-        self._read = key
+            self._store.delete_key(self._key(self._read))
+        self._read = step
         return count
 
     def _key(self, step: int) -> str:
