@@ -26,7 +26,8 @@ import textwrap
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import forkserver
@@ -239,15 +240,31 @@ def _run_training(job: _Job) -> _Training:
     try:
         for rank in range(job.devices):
             ours, theirs = context.Pipe(duplex=False)
-            context.Process(target=_run_rank, args=(job, rank, store.port, theirs), daemon=True).start()
+            process = context.Process(target=_run_rank, args=(job, rank, store.port, theirs), daemon=True)
+            # A request that is broken off leaves the server with a traceback to print.
+            with _interrupt_held_back():
+                process.start()
             theirs.close()
             ranks[ours] = rank
         _listen(training, ranks, bound_s=60 + 20.0 * job.epochs)
     finally:
-        for process in mp.active_children():
-            process.kill()
-            process.join()
+        for child in mp.active_children():
+            child.kill()
+            child.join()
     return training
+
+
+@contextmanager
+def _interrupt_held_back() -> Iterator[None]:
+    """Have Ctrl-C take effect at the end of this, and not within."""
+    held: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if held:
+        signal.raise_signal(signal.SIGINT)
 
 
 def _listen(training: _Training, ranks: dict[Connection, int], bound_s: float) -> None:
