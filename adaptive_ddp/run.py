@@ -240,10 +240,11 @@ class Run:
     def stand_in(self) -> Tensor:
         """A zero for a rank without a loss of its own: its backward contributes zeros to the others' step."""
         self.stands_in = True
-        self.change_seen |= not self._toggles and self.trainable.has_changed()
         if self._ddp.find_unused_parameters:
-            # Under the flag no reduction starts before some hook has fired.
+            # Under the flag no reduction starts before some hook has fired. What is frozen is left to note_frozen(),
+            # which comes to it in the same step on all ranks.
             return touch(self.reduction.parameters)
+        self.change_seen |= not self._toggles and self.trainable.has_changed()
         return torch.zeros((), device=self.reduction.device, requires_grad=True)
 
     def before_backward(self, loss: Tensor) -> bool:
@@ -447,14 +448,14 @@ class Run:
 
     def _look_at_missing(self, missing: frozenset[int]) -> None:
         """Whether some of these are missing because they are frozen; have them fired early when missing again."""
-        # One that is expected to be missing is as good as frozen: its gradient is right.
-        added = missing - self._expected
-        parameters = [self.reduction.parameters[index] for index in added]
-        if not self._toggles and not all(parameter.requires_grad for parameter in parameters):
+        # All of them, since what this rank expects to be missing the others may have used until now.
+        parameters = self.reduction.parameters
+        if not self._toggles and not all(parameters[index].requires_grad for index in missing):
             self.change_seen = True
         if self.state is State.FINISH and self._may_fire_early:
-            self._expected |= added
-            self._blind_forwards.watch(parameters)
+            if added := missing - self._expected:
+                self._expected |= added
+                self._blind_forwards.watch(parameters[index] for index in added)
             self._blind_forwards.forget()
 
     def _hides_parameters(self, loss: Tensor, missing: frozenset[int]) -> bool:

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 import torch
 import torch.distributed as dist
 from differential import Tracer, across_ranks, compare, few_tallies, make_trainer
@@ -37,7 +38,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from adaptive_ddp import Decision
+from adaptive_ddp import Decision, trainable
 from adaptive_ddp.decision import State
 
 # A case takes a fraction of a second; one that takes this long hangs.
@@ -123,6 +124,7 @@ class SearchCase(_Literal):
         bucket_bytes: the capacity of a bucket, or None for DDP's own.
         backwards_between_tallies: from the second synchronised backward on, a tally in every so many; None for as many
             as ever.
+        glance: under the flag, how many parameters are looked at a step for one that was frozen.
     """
 
     layers: tuple[str, ...]
@@ -140,6 +142,7 @@ class SearchCase(_Literal):
     gradient_as_bucket_view: bool = False
     bucket_bytes: int | None = None
     backwards_between_tallies: int | None = None
+    glance: int = 32
 
     # -- what happens in it
 
@@ -378,7 +381,8 @@ class Outcome:
 
 def run_search_case(case: SearchCase) -> Outcome:
     """Train a case under the strategy and its references on this rank; say where they differ."""
-    with few_tallies(case.backwards_between_tallies):
+    with few_tallies(case.backwards_between_tallies), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainable, "_GLANCE", case.glance)
         ours, decision = _train(case, AdaptiveDDPStrategy(fallback=case.fallback, **_ddp_options(case)))
     differences = across_ranks(ours.trace)
     references: dict[str, DDPStrategy] = {"oracle": SparseOracle(broadcast_buffers=True)}
@@ -459,6 +463,7 @@ def cases(draw: st.DrawFn, without: Without = Without()) -> SearchCase:
         gradient_as_bucket_view=draw(_one_in(3)),
         bucket_bytes=draw(st.sampled_from([None, 1, 40])),
         backwards_between_tallies=draw(st.sampled_from([None, 2, 3, 100])),
+        glance=draw(st.sampled_from([32, 1, 2])),
     )
     # A checkpoint that the anchor is alone in stays as it is.
     uses = [use for use in range(len(case.uses)) if use > 0 or not case.is_checkpointed]
@@ -469,6 +474,9 @@ def cases(draw: st.DrawFn, without: Without = Without()) -> SearchCase:
     if not without.sit_outs and draw(_one_in(3)):
         sit_outs = draw(st.lists(_sit_outs(case), min_size=1, max_size=2))
     if not without.freezes and draw(_one_in(2)):
+        # One that some rank has long left out is missed by no more ranks than before when it is frozen.
+        skipped = {case.uses[skip.use][1] for skip in skips}
+        names += [name for name in names if int(name.split(".")[1]) in skipped] * 2
         freezes = draw(st.lists(_freezes(case, names), min_size=1, max_size=3))
     if without.blinks:
         freezes = [freeze for freeze in freezes if not _blinks(case, freeze)]

@@ -97,6 +97,7 @@ def test_windows_checkpoints_and_sitting_out(ranks: Ranks, fallback: Any) -> Non
             partial(models.SitsOut, models.all_used, (2, 3), (0,), "None"), BATCHES, ours=ours, references=("oracle",)
         ),
         Case(partial(models.CheckpointedBranches, SomeRanks(2, 1)), BATCHES, ours=ours, references=("oracle",)),
+        Case(partial(models.SparseBranches, LateEverywhere(2)), BATCHES, ours=ours, references=("oracle",)),
     ]
     for case in cases:
         for outcome in ranks(2).run(with_few, run_case, case):

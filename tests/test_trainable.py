@@ -14,6 +14,7 @@ from differential import CONTENDERS, Case, Outcome, batches_of_this_rank, make_t
 from models import Freezes, LateEverywhere, SomeRanks
 from package import AdaptiveDDPStrategy, BackboneFinetuning, seed_everything
 from ranks import RankError, Ranks
+from torch import nn
 
 
 def run(ranks: Ranks, case: Case) -> list[Outcome]:
@@ -81,6 +82,38 @@ class FrozenSparse(models.SparseBranches):
 def test_sitting_out_while_a_sparse_parameter_is_frozen(ranks: Ranks) -> None:
     for usage in (models.all_used, models.never_last):
         run(ranks, Case(partial(FrozenSparse, usage), references=("oracle",)))
+
+
+class FreezesTheLastOfMany(models.Branches):
+    """All ranks freeze the last of more parameters than are looked at in a step, and rank 0 sits out."""
+
+    def __init__(self, freeze_at: int, sit_out_at: tuple[int, ...]) -> None:
+        super().__init__(models.never_last)
+        self.many = nn.ModuleList(nn.Linear(models.WIDTH, models.WIDTH) for _ in range(30))
+        self.freeze_at = freeze_at
+        self.sit_out_at = sit_out_at
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor | None:
+        if batch_idx == self.freeze_at:
+            self.many[-1].requires_grad_(False)
+        if batch_idx in self.sit_out_at and dist.get_rank() == 0:
+            return None
+        return super().training_step(batch, batch_idx) + sum(layer(batch).square().mean() for layer in self.many)
+
+
+@pytest.mark.parametrize("sit_out_at", [(3,), (2, 3), (3, 4)], ids=str)
+def test_a_rank_that_sits_out_sees_a_frozen_parameter_no_earlier_than_the_others(
+    ranks: Ranks, sit_out_at: tuple[int, ...]
+) -> None:
+    # Under the flag, which takes a frozen parameter for an unused one, each step looks at a few.
+    run(ranks, Case(partial(FreezesTheLastOfMany, 3, sit_out_at), batches=8, references=("oracle",)))
+
+
+@pytest.mark.parametrize("fallback", ["finish", "find_unused_parameters"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_parameter_is_frozen_that_one_rank_has_long_left_out(ranks: Ranks, rank: int, fallback: str) -> None:
+    model = partial(Freezes, SomeRanks(1, rank), {5: {1: OFF}})
+    run(ranks, Case(model, batches=8, ours={"fallback": fallback}, references=("oracle",)))
 
 
 def moved(contender: str) -> list[bool]:
