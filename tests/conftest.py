@@ -12,7 +12,6 @@ OF_NO_PACKAGE = {
     "test_conventions",
     "test_docs",
     "test_error_texts",
-    "test_faults",
     "test_guides",
     "test_packages",
     "test_reducer",

@@ -11,6 +11,7 @@ import faulthandler
 import logging
 import multiprocessing as mp
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -121,6 +122,27 @@ class Ranks:
         for group in self._groups.values():
             if group.is_alive:
                 group.kill()
+
+
+def pipe() -> tuple[Connection, Connection]:
+    """The two ends of a pipe, the second for a process."""
+    return _context.Pipe()
+
+
+def process_under(package: str, function: Callable[..., Any], *args: Any, connection: Connection) -> mp.Process:
+    """A process that calls ``function(*args, connection)``, and trains with the given Lightning package.
+
+    It is to be started, and is then forked from the server.
+    """
+    call = pickle.dumps((function, args))
+    return _context.Process(target=_call_under, args=(package, call, connection))
+
+
+def _call_under(package: str, call: bytes, connection: Connection) -> None:
+    # Before any test is imported here, which the call's own unpickling does.
+    os.environ[TESTED_PACKAGE] = package
+    function, args = pickle.loads(call)
+    function(*args, connection)
 
 
 def _serve(rank: int, world_size: int, package: str, store: str, connection: Connection) -> None:

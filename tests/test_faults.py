@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ import torch.distributed as dist
 from differential import CONTENDERS
 from models import WIDTH, Branches, LateEverywhere, SomeRanks, Usage
 from package import AdaptiveDDPStrategy, Callback, LightningModule, ModelCheckpoint, Trainer, seed_everything
-from ranks import Ranks, _context
+from ranks import TESTED_PACKAGE, Ranks, pipe, process_under
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -267,6 +267,7 @@ class Outcome:
     """How the ranks ended; seconds are counted from the fault."""
 
     fault: Fault
+    package: str
     struck: set[int]
     ends: list[End]
     orphans: list[int]
@@ -277,7 +278,8 @@ class Outcome:
 
 
 OUTCOMES: list[Outcome] = []
-SCRIPTS: list[tuple[str, int, int, float]] = []
+ROW = "{:18} {:15} {:25} {:22} {:10} {:18} {:>8}"
+SCRIPTS: list[tuple[str, str, int, int, float]] = []
 
 
 def free_port() -> int:
@@ -337,23 +339,23 @@ def saving(directory: Path | None) -> list[Callback]:
     return [ModelCheckpoint(directory, save_last=True, every_n_train_steps=1, enable_version_counter=False)]
 
 
-def strike(fault: Fault, directory: Path | None = None) -> Outcome:
+def strike(fault: Fault, package: str, directory: Path | None = None) -> Outcome:
     """Have the fault strike a group of ranks; again where the ranks did not find each other in time to get to it."""
     for _ in range(ATTEMPTS):
-        outcome = run_once(fault, directory)
+        outcome = run_once(fault, package, directory)
         if outcome.struck:
             break
     OUTCOMES.append(outcome)
     return outcome
 
 
-def run_once(fault: Fault, directory: Path | None) -> Outcome:
+def run_once(fault: Fault, package: str, directory: Path | None) -> Outcome:
     """Run ranks until all have ended; kill those that have not by then."""
     port = free_port()
-    pipes = [_context.Pipe() for _ in range(fault.world_size)]
+    pipes = [pipe() for _ in range(fault.world_size)]
     processes = []
     for rank, (_, theirs) in enumerate(pipes):
-        process = _context.Process(target=serve, args=(rank, fault, port, directory, theirs))
+        process = process_under(package, serve, rank, fault, port, directory, connection=theirs)
         process.start()
         theirs.close()
         processes.append(process)
@@ -401,7 +403,7 @@ def run_once(fault: Fault, directory: Path | None) -> Outcome:
         process.join()
     sessions = {process.pid for process in processes}
     orphans = [pid for pid, session in sessions_of_processes() if session in sessions]
-    return Outcome(fault, set(struck_at), ends, orphans)
+    return Outcome(fault, package, set(struck_at), ends, orphans)
 
 
 def sessions_of_processes() -> Iterator[tuple[int, int]]:
@@ -413,32 +415,31 @@ def sessions_of_processes() -> Iterator[tuple[int, int]]:
 
 
 @cache
-def outcome_of(fault: Fault) -> Outcome:
-    return silent_outcomes()[fault] if fault in SILENT else strike(fault)
+def outcome_of(fault: Fault, package: str) -> Outcome:
+    return silent_outcomes(package)[fault] if fault in SILENT else strike(fault, package)
 
 
 @cache
-def silent_outcomes() -> dict[Fault, Outcome]:
+def silent_outcomes(package: str) -> dict[Fault, Outcome]:
     """All at once, since they do little but wait."""
     with ThreadPoolExecutor() as pool:
-        return dict(zip(SILENT, pool.map(strike, SILENT), strict=True))
+        return dict(zip(SILENT, pool.map(partial(strike, package=package), SILENT), strict=True))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def table() -> Iterator[None]:
     yield
-    print(f"\n{'fault':15} {'place':25} {'step':22} {'ranks':10} {'the others ended':18} {'after':>8}")
+    print(ROW.format("package", "fault", "place", "step", "ranks", "the others ended", "after"))
     for outcome in OUTCOMES:
         fault = outcome.fault
         others = outcome.survivors or outcome.ends
         kinds = ", ".join(sorted({end.error.partition(":")[0] or f"code {end.code}" for end in others}))
         seconds = max(end.seconds for end in others)
         where = f"{len(fault.ranks)} of {fault.world_size}"
-        print(f"{fault.act:15} {fault.place:25} {fault.scenario:22} {where:10} {kinds:18} {seconds:6.2f} s")
-    for act, rank, code, seconds in SCRIPTS:
-        print(
-            f"{act:15} {'a script, popen':25} {'flag on':22} {f'rank {rank}':10} {f'code {code}':18} {seconds:6.2f} s"
-        )
+        print(ROW.format(outcome.package, fault.act, fault.place, fault.scenario, where, kinds, f"{seconds:.2f} s"))
+    for package, act, rank, code, seconds in SCRIPTS:
+        row = (package, act, "a script, popen", "flag on", f"rank {rank}", f"code {code}", f"{seconds:.2f} s")
+        print(ROW.format(*row))
 
 
 # -- killed -----------------------------------------------------------------------------------------------------------
@@ -489,8 +490,8 @@ FAULTS = KILLED + RAISES + SILENT
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
-def test_the_other_ranks_end_with_an_error_within_the_timeout(fault: Fault) -> None:
-    outcome = outcome_of(fault)
+def test_the_other_ranks_end_with_an_error_within_the_timeout(ranks: Ranks, fault: Fault) -> None:
+    outcome = outcome_of(fault, ranks.package)
     assert outcome.struck == set(fault.ranks)
     for survivor in outcome.survivors:
         assert survivor.error.startswith("RuntimeError"), survivor
@@ -499,20 +500,20 @@ def test_the_other_ranks_end_with_an_error_within_the_timeout(fault: Fault) -> N
 
 
 @pytest.mark.parametrize("fault", KILLED, ids=str)
-def test_the_rank_was_killed(fault: Fault) -> None:
-    assert [outcome_of(fault).ends[rank].code for rank in fault.ranks] == [-signal.SIGKILL]
+def test_the_rank_was_killed(ranks: Ranks, fault: Fault) -> None:
+    assert [outcome_of(fault, ranks.package).ends[rank].code for rank in fault.ranks] == [-signal.SIGKILL]
 
 
 @pytest.mark.parametrize("fault", RAISES, ids=str)
-def test_the_rank_ends_with_its_own_error(fault: Fault) -> None:
+def test_the_rank_ends_with_its_own_error(ranks: Ranks, fault: Fault) -> None:
     for rank in fault.ranks:
-        end = outcome_of(fault).ends[rank]
+        end = outcome_of(fault, ranks.package).ends[rank]
         assert (end.code, end.error.partition(":")[0]) == (1, "PlannedError")
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
-def test_no_process_stays_behind(fault: Fault) -> None:
-    assert outcome_of(fault).orphans == []
+def test_no_process_stays_behind(ranks: Ranks, fault: Fault) -> None:
+    assert outcome_of(fault, ranks.package).orphans == []
 
 
 def references_of(scenario: Scenario) -> list[str]:
@@ -533,9 +534,9 @@ def references(ranks: Ranks) -> dict[str, list[str]]:
 # Sums over more than two ranks depend on the layout of buckets in their last bit.
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.world_size == 2], ids=str)
 def test_the_other_ranks_hold_the_weights_of_a_whole_number_of_steps(
-    references: dict[str, list[str]], fault: Fault
+    ranks: Ranks, references: dict[str, list[str]], fault: Fault
 ) -> None:
-    for survivor in outcome_of(fault).survivors:
+    for survivor in outcome_of(fault, ranks.package).survivors:
         # An optimizer's step may be over before the batch is.
         assert survivor.digest in references[fault.scenario][survivor.steps : survivor.steps + 2]
 
@@ -578,7 +579,7 @@ def resume(scenario: Scenario, checkpoint: Path) -> list[str]:
 def test_an_interrupted_run_goes_on_from_its_last_checkpoint(
     ranks: Ranks, references: dict[str, list[str]], fault: Fault, tmp_path: Path
 ) -> None:
-    outcome = strike(fault, tmp_path)
+    outcome = strike(fault, ranks.package, tmp_path)
     assert outcome.struck == set(fault.ranks)
     for rank, end in enumerate(outcome.ends):
         assert end.error.partition(":")[0] == ("SystemExit" if rank in fault.ranks else "RuntimeError"), end
@@ -601,12 +602,20 @@ def processes_with(marker: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("fault", "rank"), [("killed", 0), ("killed", 1), ("raises", 1)])
-def test_a_script_ends_with_an_error_and_leaves_no_process_behind(fault: str, rank: int, tmp_path: Path) -> None:
+def test_a_script_ends_with_an_error_and_leaves_no_process_behind(
+    ranks: Ranks, fault: str, rank: int, tmp_path: Path
+) -> None:
     marker = f"adaptive-ddp-{uuid.uuid4()}"
     tests = Path(__file__).parent
     process = subprocess.Popen(
         [sys.executable, "programs/faults.py", "popen", fault, str(rank), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(tests), "GLOO_SOCKET_IFNAME": "lo", "FAULT_MARKER": marker},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(tests),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "FAULT_MARKER": marker,
+            TESTED_PACKAGE: ranks.package,
+        },
         cwd=tests,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -621,7 +630,7 @@ def test_a_script_ends_with_an_error_and_leaves_no_process_behind(fault: str, ra
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    SCRIPTS.append((fault, rank, process.returncode, seconds))
+    SCRIPTS.append((ranks.package, fault, rank, process.returncode, seconds))
     assert left == []
     assert process.returncode != 0, output
     assert not (tmp_path / "unnoticed").exists(), output

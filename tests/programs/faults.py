@@ -15,11 +15,9 @@ from pathlib import Path
 import models
 import torch
 from models import Branches
-from pytorch_lightning import Trainer, seed_everything
+from package import AdaptiveDDPStrategy, Trainer, seed_everything
 from torch import Tensor
 from torch.utils.data import DataLoader
-
-from adaptive_ddp import AdaptiveDDPStrategy
 
 
 class Faulty(Branches):
